@@ -93,11 +93,8 @@ def run_infer(
     given: str | None, overrides: Sequence[str], *, resume: str | None, dry_run: bool, verbose: bool, console: Console,
     data: Any = None,
 ) -> InferResult | None:  # fmt: skip
-    """Plan and run an inference job; None for a dry run, which only prints the plan.
-
-    Args:
-        data: the rows, as a Ray Dataset or an Arrow table, instead of `infer.input`.
-    """
+    """Plan and run an inference job; None for a dry run, which only prints the plan. `data`: the rows, as a Ray
+    Dataset or an Arrow table, instead of `infer.input`."""
     if resume is not None:
         resume = typed_path(resume, key="--resume")
     if resume is not None and given is None:

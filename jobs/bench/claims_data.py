@@ -133,7 +133,7 @@ def resident(data: Annotations, model: Perceptron, *, batch: int, epochs: int, s
         report=lambda kind, **fields: None,
     )  # fmt: skip
     spent.preparation = time.perf_counter() - begin
-    batches = StepBatches(source.train, seed=seed, global_batch_size=batch, micro_batch=batch, storage=None)
+    batches = StepBatches(source.train, seed=seed, global_batch_size=batch, micro_batch=batch)
     loader = BatchLoader(batches, device=DEVICE, weight=None, dtype=torch.float32)
     cursor = Cursor()
     while (epoch := cursor.epoch) < epochs:

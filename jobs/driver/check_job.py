@@ -262,7 +262,7 @@ def check_on_driver(
     if resumed is not None:
         check_fits(trainable.module, resumed)
     elif initial and spec.model.init_from is not None:
-        StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
+        StartingWeights(spec.model.init_from).check(trainable.module, trainable.translate)
     start = resumed.path if resumed is not None else spec.model.init_from if initial else None
     if start is not None and spec.data.keys.get("class_names", "auto") == "auto":
         check_names(source.class_names, stored_names(start), key="data.label")

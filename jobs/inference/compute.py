@@ -44,7 +44,7 @@ from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
 from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.worker import InferenceWorker, Work
 from raytrain.plan.choice import size_text
-from raytrain.plan.room import Need, missing
+from raytrain.plan.room import missing
 from raytrain.report.inference import PAGE
 from raytrain.runs.storage import join, locate, open_store
 
@@ -86,11 +86,7 @@ class InferResult:
 
     @property
     def predictions(self) -> str:
-        """Path or URI of the file with the predictions.
-
-        Raises:
-            RunError: there is none, because the job failed.
-        """
+        """Path or URI of the file with the predictions. Raises RunError: there is none, because the job failed."""
         store = open_store(self.output)
         for kind in FORMATS:
             if store.exists(f"predictions.{kind}"):
@@ -148,17 +144,12 @@ class InferResult:
 class UnitComputation:
     """Computes units and writes their files: one worker in this process, more on a Ray cluster.
 
-    A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind.
-
-    Args:
-        say: prints a line.
+    A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind. `say`:
+    prints a line. Raises InputError: the model does not fit the input or its weights.
 
     Attributes:
         split: how the model is divided, once it was measured.
         missing: what the first worker still needs of a shared cluster.
-
-    Raises:
-        InputError: the model does not fit the input or its weights.
     """
 
     def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
@@ -167,8 +158,15 @@ class UnitComputation:
         self.missing: Missing = nothing_missing
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
-        if planned.workers == 1 and self._address == "local" and not needs_actors(planned):
-            work = _on_own_devices(planned, self._work)
+        # hosts are other processes, and so are stages where memory is limited on a CPU: threads share one limit
+        limited = planned.target.model.device == "cpu" and planned.target.spec.cluster.memory_limit is not None
+        needs_actors = planned.hosts.hosts or (self.split is not None and limited)
+        if planned.workers == 1 and self._address == "local" and not needs_actors:
+            work = self._work
+            if work.split is not None and work.model.device.startswith("cuda"):  # its stages on this machine's GPUs
+                gpus = planned.target.machines.gpus[: work.split.plan.stages]
+                devices = tuple(f"cuda:{gpu.index}" for gpu in gpus)
+                work = replace(work, split=replace(work.split, devices=devices))
             if planned.measures_stages:
                 work = self._with_stages(work, measure_parts(work, planned.units[0]))
             self._here = InferenceWorker(work, "this process", self._note)
@@ -190,6 +188,7 @@ class UnitComputation:
             yield from self._on_ray(units)
 
     def _on_ray(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
+        from raytrain.execution.ray_private import free_by_node
         from raytrain.infer.ray_data import measure_stages, run_units
 
         work, workers, machines = self._work, self._planned.workers, self._planned.target.machines
@@ -208,21 +207,18 @@ class UnitComputation:
                 times = measure_stages(work, self._planned.units[0], cpus=cpus, gpus=gpus, accelerator=kind)
                 work = self._with_stages(work, times)
             at_once = workers if self._address == "local" else 1  # the others may come later
+
+            def told(started: Callable[[], int]) -> None:
+                """Say from now on what the first worker of a shared cluster needs, until it has started."""
+                if self._address != "local":
+                    self.missing = lambda: "" if started() else missing([need], free_by_node())
+
             yield from run_units(
-                work, units, workers=workers, at_once=at_once, cpus=cpus, gpus=gpus, accelerator=kind,
-                told=lambda started: self._explain(need, started),
-            )  # fmt: skip
+                work, units, workers=workers, at_once=at_once, cpus=cpus, gpus=gpus, accelerator=kind, told=told
+            )
             self.missing = nothing_missing
 
-    def _explain(self, need: Need, started: Callable[[], int]) -> None:
-        """Say from now on what the first worker of a shared cluster needs, until it has `started`."""
-        from raytrain.execution.ray_private import free_by_node
-
-        if self._address != "local":
-            self.missing = lambda: "" if started() else missing([need], free_by_node())
-
     def _with_stages(self, work: Work, times: PartTimes) -> Work:
-        """The work with stages balanced by what was measured."""
         split = rebalanced(self._planned.target, self._planned.stages, times)
         for stage in range(split.plan.stages):
             self._say(f"stage {stage}: {split.plan.describe(stage)}")
@@ -230,23 +226,6 @@ class UnitComputation:
         self.split = split
         assert work.split is not None
         return replace(work, split=replace(split, devices=work.split.devices))
-
-
-def needs_actors(planned: InferencePlan) -> bool:
-    """Whether one worker needs other processes: hosts, or one for each stage where memory is limited on a CPU, as a
-    limit of a process's memory is no limit of threads."""
-    if planned.hosts.hosts:
-        return True
-    on_cpu = planned.target.model.device == "cpu"
-    return planned.stages.split is not None and on_cpu and planned.target.spec.cluster.memory_limit is not None
-
-
-def _on_own_devices(planned: InferencePlan, work: Work) -> Work:
-    """The stages of one worker on the GPUs of this machine."""
-    if work.split is None or not work.model.device.startswith("cuda"):
-        return work
-    gpus = planned.target.machines.gpus[: work.split.plan.stages]
-    return replace(work, split=replace(work.split, devices=tuple(f"cuda:{gpu.index}" for gpu in gpus)))
 
 
 # ---------------------------------------------------------------- display
@@ -260,7 +239,6 @@ BEAT_EVERY_S = 5.0
 
 
 def print_plan(planned: InferencePlan, console: Console) -> None:
-    """Print what will be computed, and where."""
     size, model = planned.units[0].rows, planned.target.model
     here = planned.workers == 1 and planned.target.address == "local" and not planned.hosts.hosts
     where = "this process" if here else counted(planned.workers, "worker")
@@ -341,7 +319,6 @@ class InferenceDisplay:
             self._bar.stop()
 
     def complete(self, unit: int, rows: int) -> None:
-        """A unit of so many rows is complete."""
         self._complete[unit] = rows
 
     def tick(self) -> None:
@@ -398,7 +375,6 @@ def never_predicted(quality: Mapping[str, Any]) -> list[str]:
 def print_summary(
     planned: InferencePlan, infer: InferConfig, about: dict[str, Any], summary: dict[str, Any], console: Console
 ) -> None:
-    """Print the figures of a finished job."""
     rate = summary["rows_per_s"]
     tokens = f", {summary['tokens_per_s']:,.0f} tokens/s" if summary["tokens_per_s"] else ""
     speed = f", {rate:,.1f} rows/s{tokens}" if rate else ""

@@ -54,21 +54,11 @@ MEASURED = "by bytes, until the parts are timed before the first unit"
 
 @dataclass(frozen=True)
 class StageChoice:
-    """How the model is held.
-
-    Attributes:
-        split: None for a whole copy in each worker.
-        memory: the estimate of a whole copy, None where the sizes are not known.
-        limit: bytes that a device may use, None where unknown.
-        room: bytes of weights that each device has room for, None where unknown.
-        int8: bytes of a whole copy with int8 weights, where the model was divided for want of memory.
-    """
-
-    split: StageSplit | None
-    memory: InferenceMemory | None
-    limit: int | None
-    room: int | None = None
-    int8: int | None = None
+    split: StageSplit | None  # None for a whole copy in each worker
+    memory: InferenceMemory | None  # the estimate of a whole copy, None where the sizes are not known
+    limit: int | None  # bytes that a device may use, None where unknown
+    room: int | None = None  # bytes of weights that each device has room for, None where unknown
+    int8: int | None = None  # bytes of a whole copy with int8 weights, where the model was divided for want of memory
 
     @property
     def stages(self) -> int:
@@ -76,7 +66,6 @@ class StageChoice:
         return 1 if self.split is None else self.split.plan.stages
 
     def lines(self) -> list[tuple[str, str]]:
-        """What the plan says about it."""
         lines = []
         if self.memory is not None:
             fits = "" if self.limit is None else f" of {size_text(self.limit)} that a device may use"
@@ -102,14 +91,9 @@ def _schedule(stages: int, inflight: int) -> str:
 
 
 def choose_stages(target: Target, *, rows: int) -> StageChoice:
-    """Divide the model as the keys say; with `infer.stages` auto only if a whole copy does not fit a device.
-
-    Args:
-        rows: of a batch.
-    Raises:
-        InputError: keys that contradict each other, a map that does not hold every part once and in order, a model
-            that cannot be divided, or one that does not fit the devices.
-    """
+    """Divide the model as the keys say; with `infer.stages` auto only if a whole copy does not fit a device. `rows`:
+    of a batch. Raises InputError: keys that contradict each other, a map that does not hold every part once and in
+    order, a model that cannot be divided, or one that does not fit the devices."""
     infer, limit = target.spec.infer, device_limit(target)
     if infer.quantize is not None:  # stages have no int8 weights
         if infer.stage_map or infer.stages not in (1, "auto"):
@@ -243,18 +227,10 @@ HOSTS_KEY = "experts.hosts"
 
 @dataclass(frozen=True)
 class HostChoice:
-    """Where the experts are.
-
-    Attributes:
-        hosts: of each worker; 0 keeps the experts in the worker.
-        reason: why; "" for a model without experts.
-    """
-
-    hosts: int = 0
-    reason: str = ""
+    hosts: int = 0  # of each worker; 0 keeps the experts in the worker
+    reason: str = ""  # why; "" for a model without experts
 
     def lines(self) -> list[tuple[str, str]]:
-        """What the plan says about it."""
         if not self.reason:
             return []
         where = f"on {self.hosts} hosts beside each worker" if self.hosts else "in each worker"
@@ -264,13 +240,8 @@ class HostChoice:
 def choose_hosts(target: Target, *, rows: int) -> HostChoice:
     """Hosts if the command asks for them, or if the run was trained with hosts and a whole copy does not fit a device.
 
-    A worker that holds all experts sends no rows, so it is faster wherever they fit.
-
-    Args:
-        rows: of a batch.
-    Raises:
-        InputError: hosts together with stages or int8 weights, or for a builder that keeps its experts.
-    """
+    A worker that holds all experts sends no rows, so it is faster wherever they fit. `rows`: of a batch. Raises
+    InputError: hosts together with stages or int8 weights, or for a builder that keeps its experts."""
     spec, wanted = target.spec, target.spec.experts.hosts
     if not has_experts(spec):
         return HostChoice()
@@ -315,11 +286,7 @@ def _checked(target: Target, choice: HostChoice) -> HostChoice:
 
 
 def with_hosts(model: InferenceModel, planned: InferencePlan, *, loopback: bool) -> InferenceModel:
-    """The model with experts on hosts that its worker starts.
-
-    Args:
-        loopback: the cluster is this machine alone.
-    """
+    """The model with experts on hosts that its worker starts. `loopback`: the cluster is this machine alone."""
     from experts.hosts.host import ProcessLimits
     from experts.hosts.reserve import HostsOfReplica, ReplicaConnection
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -54,38 +55,21 @@ PROCESS = "process of a worker"
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """An inference job that is ready to run.
-
-    Attributes:
-        rows: the input as Parquet.
-        units: all of them, also those that an earlier command has computed.
-        batch_size: rows of a batch.
-        threads: CPU threads of a worker, or of each of its stages.
-        stages: whether and how the model is divided.
-        identity: what the answers depend on.
-        paths: of the input as it was given; empty if it was no files.
-        batch_reason: why a batch has its rows.
-        hosts: where the experts are.
-        need: what one worker reserves in Ray.
-        room: workers that the nodes of a cluster have room for; None for our own Ray.
-        waits: a line where an autoscaler must add nodes first.
-    """
-
     target: Target
-    rows: InputRows
-    units: list[Unit]
+    rows: InputRows  # the input as Parquet
+    units: list[Unit]  # all of them, also those that an earlier command has computed
     output: OutputFolder
-    batch_size: int
+    batch_size: int  # rows of a batch
     workers: int
-    threads: int
-    stages: StageChoice
-    identity: dict[str, Any]
-    paths: tuple[str, ...]
-    batch_reason: str
-    hosts: HostChoice
-    need: Need
-    room: int | None = None
-    waits: str = ""
+    threads: int  # CPU threads of a worker, or of each of its stages
+    stages: StageChoice  # whether and how the model is divided
+    identity: dict[str, Any]  # what the answers depend on
+    paths: tuple[str, ...]  # of the input as it was given; empty if it was no files
+    batch_reason: str  # why a batch has its rows
+    hosts: HostChoice  # where the experts are
+    need: Need  # what one worker reserves in Ray
+    room: int | None = None  # workers that the nodes of a cluster have room for; None for our own Ray
+    waits: str = ""  # a line where an autoscaler must add nodes first
 
     @property
     def at_once(self) -> int:
@@ -104,11 +88,9 @@ class InferencePlan:
 
     @property
     def job(self) -> str:
-        """What the files of this job carry."""
         return digest_of(self.identity)
 
     def work(self) -> Work:
-        """What every worker gets."""
         cluster = self.target.spec.cluster
         return Work(
             self.target.model, self.target.spec.infer, self.rows, self.output.parts, self.batch_size, self.most_failed,
@@ -118,7 +100,6 @@ class InferencePlan:
 
     @property
     def most_failed(self) -> int:
-        """Rows that may fail."""
         return math.floor(self.target.spec.infer.max_failures * self.rows.rows)
 
     def check_unchanged(self) -> None:
@@ -134,15 +115,13 @@ class InferencePlan:
 def plan_inference(
     target: Target, inventory: Inventory, *, resume: str | None, data: Any = None, scratch: str | None = None
 ) -> InferencePlan:
-    """Open the input, divide it into units, and choose batches and workers.
+    """Open the input, divide it into units, and choose batches and workers. Raises InputError: the input cannot be
+    read, or does not fit the keys of the `infer` section. Nothing is left of what was written.
 
     Args:
         resume: the output folder of an interrupted command, None to begin.
         data: a Ray Dataset or an Arrow table, instead of `infer.input`.
         scratch: where input of other formats is converted, None for the output folder.
-    Raises:
-        InputError: the input cannot be read, or does not fit the keys of the `infer` section. Nothing is left of what
-            was written.
     """
     resume = resume and typed_path(resume, key="--resume")
     output = OutputFolder(absolute_path(resume or target.spec.infer.output or _new_folder(target)))
@@ -161,7 +140,12 @@ def _input(target: Target, folder: str, data: Any) -> tuple[InputRows, tuple[str
     infer = target.spec.infer
     if data is not None:
         path, used = join(folder, DATASET), _used(target, infer.keep)
-        write_joined(lambda: _tables_of(data), path, origin="the input", used=used)
+        tables: Callable[[], Iterable[Any]] = lambda: [data]  # noqa: E731
+        if is_ray_dataset(data):
+            from raytrain.infer.ray_data import dataset_tables  # imports Ray
+
+            tables = partial(dataset_tables, data)
+        write_joined(tables, path, origin="the input", used=used)
         return InputRows.at([path], limit=infer.max_samples), (), [fingerprint(path)]
     if not infer.input:
         expected = "the files or folders of rows to answer"
@@ -185,14 +169,6 @@ def _used(target: Target, kept: Sequence[str]) -> set[str] | None:
     return None if reads is None else reads | {name for name in (infer.id_column, infer.label, *kept) if name}
 
 
-def _tables_of(data: Any) -> Iterable[Any]:
-    if not is_ray_dataset(data):
-        return [data]
-    from raytrain.infer.ray_data import dataset_tables  # imports Ray
-
-    return dataset_tables(data)
-
-
 def _planned(
     target: Target, inventory: Inventory, output: OutputFolder, rows: InputRows, paths: tuple[str, ...],
     prints: Sequence[str],
@@ -214,8 +190,12 @@ def _planned(
     known = target.model.classes()
     if infer.label is not None and known is not None:
         check_labels(rows, infer.label, known)
-    if infer.id_column is not None:
-        _check_ids(rows, infer.id_column)
+    found = None if infer.id_column is None else duplicate_id(rows, infer.id_column)
+    if found is not None:
+        value, places = found
+        what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
+        seen = f"the column {infer.id_column} with {what}"
+        raise InputError("infer.id_column", got=seen, expected="a unique id in every row")
     wanted = infer.batch_size
     usual = wanted if isinstance(wanted, int) else usual_rows(generates=_generates(target))
     hosts = choose_hosts(target, rows=usual)
@@ -249,14 +229,6 @@ def _planned(
     )  # fmt: skip
 
 
-def _check_ids(rows: InputRows, column: str) -> None:
-    found = duplicate_id(rows, column)
-    if found is not None:
-        value, places = found
-        what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
-        raise InputError("infer.id_column", got=f"the column {column} with {what}", expected="a unique id in every row")
-
-
 def _new_folder(target: Target) -> str:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
@@ -269,11 +241,7 @@ def _new_folder(target: Target) -> str:
 
 def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1, key: str = STAGES) -> int:
     """Workers of the job, at most one for each unit; each of them has as many devices as the model has stages.
-
-    Args:
-        stages: processes of a replica, which may also be a worker and its expert hosts.
-        key: that sets their number.
-    """
+    `stages`: processes of a replica, which may also be a worker and its expert hosts. `key`: that sets their number."""
     wanted, gpus = target.spec.scale.workers, len(target.machines.gpus)
     room = room_of(target, inventory, stages=stages)
     local = room is None
@@ -305,13 +273,9 @@ def _number(processes: int, key: str) -> str:
 
 
 def need_of(target: Target, processes: int, *, key: str, threads: int | None = None) -> Need:
-    """What a worker of so many processes reserves in Ray: as in training, a process on the CPUs of a cluster the cores
-    that it computes on, and one in our own Ray a single one, so that they may be more than the cores.
-
-    Args:
-        key: that sets the number of its processes.
-        threads: of each; None where that is chosen from the number of workers.
-    """
+    """What a worker of so many processes reserves in Ray: as in training, a process on the CPUs of a cluster the
+    cores that it computes on, and one in our own Ray a single one, so that they may be more than the cores. `key`:
+    that sets the number of its processes. `threads`: of each; None where that is chosen from the number of workers."""
     machines, private = target.machines, target.address == "local"
     each: dict[str, float] = {"CPU": 1}
     if machines.on_gpu:
@@ -345,7 +309,6 @@ def _threads(target: Target, inventory: Inventory, processes: int) -> int:
 
 
 def _batch(target: Target, stages: int) -> tuple[int, str]:
-    """Rows of a batch, and why."""
     wanted, generates, on_gpu = target.spec.infer.batch_size, _generates(target), target.machines.on_gpu
     if isinstance(wanted, int):
         return wanted, "infer.batch_size"

@@ -33,31 +33,17 @@ _BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Target:
-    """What `infer` was asked to run.
-
-    Attributes:
-        model: to load on each worker.
-        spec: the job with the overrides.
-        name: for messages and the output folder.
-        identity: what the model's answers depend on, for `OutputFolder.begin`.
-        machines: the devices that may be used.
-        warnings: about devices that cannot be used although `scale` allows or names them.
-        run: the trained run, None for another kind of target.
-        hosts_given: whether the command names `experts.hosts`; a job names it for its training.
-    """
-
-    model: InferenceModel
-    spec: JobSpec
-    name: str
-    identity: dict[str, Any]
-    machines: DevicePool
-    warnings: tuple[str, ...] = ()
-    run: RunFolder | None = None
-    hosts_given: bool = False
+    model: InferenceModel  # to load on each worker
+    spec: JobSpec  # the job with the overrides
+    name: str  # for messages and the output folder
+    identity: dict[str, Any]  # what the model's answers depend on, for `OutputFolder.begin`
+    machines: DevicePool  # the devices that may be used
+    warnings: tuple[str, ...] = ()  # about devices that cannot be used although `scale` allows or names them
+    run: RunFolder | None = None  # the trained run, None for another kind of target
+    hosts_given: bool = False  # whether the command names `experts.hosts`; a job names it for its training
 
     @property
     def address(self) -> str:
-        """See `cluster_address`."""
         return cluster_address(self.spec.cluster.address)
 
     def on(self, inventory: Inventory) -> Target:
@@ -69,15 +55,9 @@ class Target:
 
 
 def open_target(given: str | None, overrides: Sequence[str], inventory: Inventory) -> Target:
-    """Find the model that `infer` is to run.
-
-    Args:
-        given: a run folder (`latest` or None: the newest run), a JOB.yaml, a folder that transformers wrote, or a
-            builder as module:function.
-
-    Raises:
-        InputError: it is none of these, or it has no weights.
-    """
+    """Find the model that `infer` is to run. `given`: a run folder (`latest` or None: the newest run), a JOB.yaml, a
+    folder that transformers wrote, or a builder as module:function. Raises InputError: it is none of these, or it
+    has no weights."""
     make_importable(os.getcwd())
     given = given and typed_path(given, key="infer")
     if given is not None and _BUILDER.fullmatch(given) and not os.path.exists(given):
@@ -85,7 +65,11 @@ def open_target(given: str | None, overrides: Sequence[str], inventory: Inventor
     elif given is not None and given.endswith((".yaml", ".yml")):
         found = target_of(load_spec(given, overrides), os.path.splitext(os.path.basename(given))[0], inventory)
     elif given is not None and os.path.isfile(os.path.join(given, "config.json")):
-        found = _of_folder(given, overrides, inventory)
+        config, path = read_config(given), os.path.abspath(given)
+        keys: dict[str, Any] = {"builder": CAUSAL_LM, "path": path}
+        if "Classification" in str((config.get("architectures") or [""])[0]):
+            keys |= {"builder": CLASSIFIER, "num_labels": len(config.get("id2label") or {0: "0", 1: "1"})}
+        found = _of_model(keys, os.path.basename(path), overrides, inventory)
     else:
         found = _of_run(given, overrides, inventory)
     return replace(found, hosts_given=any(one.partition("=")[0] == "experts.hosts" for one in overrides))
@@ -166,7 +150,6 @@ def _about(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _of_source(spec: JobSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Facts of the training data, from the data itself."""
     from jobs.driver.build import opened
 
     source = opened(spec)
@@ -195,15 +178,6 @@ def _of_model(model: dict[str, Any], name: str, overrides: Sequence[str], invent
     return target_of(load_spec(mapping=mapping, overrides=overrides), name, inventory)
 
 
-def _of_folder(folder: str, overrides: Sequence[str], inventory: Inventory) -> Target:
-    """A folder that `save_pretrained` wrote: its config tells whether it is a classifier."""
-    config, path = read_config(folder), os.path.abspath(folder)
-    keys: dict[str, Any] = {"builder": CAUSAL_LM, "path": path}
-    if "Classification" in str((config.get("architectures") or [""])[0]):
-        keys |= {"builder": CLASSIFIER, "num_labels": len(config.get("id2label") or {0: "0", 1: "1"})}
-    return _of_model(keys, os.path.basename(path), overrides, inventory)
-
-
 def _content_of(path: str) -> str:
     """A hash of the files of some weights: of their names, sizes, and first and last bytes."""
     import hashlib
@@ -212,27 +186,23 @@ def _content_of(path: str) -> str:
     summed = hashlib.sha256()
     store: Store = found.store
     for name in sorted(found.files):
-        summed.update(name.encode() + _edges(store, name))
+        folder, leaf = os.path.split(name)
+        size = next(entry.size for entry in store.entries(folder) if entry.name == leaf)
+        if store.is_local:
+            with open(store.local_copy(name, ""), "rb") as file:
+                edges = file.read(1 << 16)
+                file.seek(max(0, size - (1 << 16)))
+                edges += file.read()
+        else:
+            edges = store.read_head(name, 1 << 16)
+        summed.update(name.encode() + b"%d " % size + edges)
     return summed.hexdigest()[:16]
 
 
-def _edges(store: Store, name: str) -> bytes:
-    size = next(entry.size for entry in store.entries(os.path.dirname(name)) if entry.name == os.path.basename(name))
-    if not store.is_local:
-        return b"%d " % size + store.read_head(name, 1 << 16)
-    with open(store.local_copy(name, ""), "rb") as file:
-        head = file.read(1 << 16)
-        file.seek(max(0, size - (1 << 16)))
-        return b"%d " % size + head + file.read()
-
-
 def machines_of(spec: JobSpec, inventory: Inventory) -> tuple[DevicePool, list[str]]:
-    """The devices that `scale` allows, and warnings about those that it names and that cannot be used.
-
-    Args:
-        inventory: of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until
-            `Target.on` gets the cluster's.
-    """
+    """The devices that `scale` allows, and warnings about those that it names and that cannot be used. `inventory`:
+    of the machines that compute. That of this machine says nothing about a cluster: no GPU then, until `Target.on`
+    gets the cluster's."""
     warnings: list[str] = []
     if cluster_address(spec.cluster.address) != "local" and not of_ray(inventory):
         return choose_devices(ScaleConfig(mode="cpu"), inventory, warnings), warnings

@@ -63,9 +63,7 @@ class PendingBatch(Protocol[Result]):
         """Wait for the batch; raises the error that its making raised."""
         ...
 
-    def cancel(self) -> object:
-        """Give it up."""
-        ...
+    def cancel(self) -> object: ...
 
 
 def prefetch(
@@ -74,8 +72,7 @@ def prefetch(
     """Start work for each item ahead of its use; yield each item with its pending result.
 
     At most `depth` results are pending at a time, the yielded one included: a consumer that asks for the next item as
-    soon as it has a result keeps `depth` of them in the making (`prefetched_results`). Closing the generator cancels
-    what is left.
+    soon as it has a result keeps `depth` of them in the making. Closing the generator cancels what is left.
     """
     waiting: deque[tuple[Item, PendingBatch[Result]]] = deque()
     try:
@@ -90,26 +87,9 @@ def prefetch(
             pending.cancel()
 
 
-def prefetched_results(running: Generator[tuple[Item, PendingBatch[Result]]]) -> Generator[Result]:
-    """The results one by one; the following ones are started before a result is yielded."""
-    current = next(running, None)
-    try:
-        while current is not None:
-            result, current = current[1].result(), None
-            current = next(running, None)
-            yield result
-    finally:
-        if current is not None:
-            current[1].cancel()
-        running.close()
-
-
 class Prefetcher(Generic[Result]):
-    """Training batches that are made while earlier ones are used.
-
-    Args:
-        start: from an iterator of requests to a generator of (request, pending batch), as `prefetch` returns.
-    """
+    """Batches that are made while earlier ones are used. `start`: from an iterator of requests to a generator of
+    (request, pending batch), as `prefetch` returns."""
 
     def __init__(
         self, start: Callable[[Iterator[BatchRequest]], Generator[tuple[BatchRequest, PendingBatch[Result]]]]
@@ -149,31 +129,24 @@ class Prefetcher(Generic[Result]):
 # Copy batches to a GPU while it computes: a thread gathers and pins them, and a separate CUDA stream copies.
 
 
-Made = TypeVar("Made")
-
 #: Batches on the device in addition to the one in use.
 UPLOAD_DEPTH = 2
 
 
-class BatchUploader(Generic[Made]):
-    """One thread and one CUDA stream; the host never waits for a copy. On a CPU there is only the thread.
+class BatchUploader(Generic[Result]):
+    """One thread and one CUDA stream; the host never waits for a copy. On a CPU there is only the thread."""
 
-    Args:
-        device: where batches go.
-        parts: from what is made to its tensors, as a nested value.
-    """
-
-    def __init__(self, device: torch.device, *, parts: Callable[[Made], Any]) -> None:
-        self._device, self._parts = device, parts
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = gpu_module(device).Stream(device) if on_gpu(device) else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
-    def begin(self, make: Callable[[], Made], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Made]:
+    def begin(self, make: Callable[[], Result], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Result]:
         """Make a batch in the thread; its copies and kernels go to the stream. `unwanted` is called if the batch is
         cancelled before the thread starts on it."""
-        return PendingUpload(self._thread.submit(self._made, make), self._stream, parts=self._parts, unwanted=unwanted)
+        return PendingUpload(self._thread.submit(self._made, make), self._stream, unwanted=unwanted)
 
-    def _made(self, make: Callable[[], Made]) -> tuple[Made, torch.Event | None]:
+    def _made(self, make: Callable[[], Result]) -> tuple[Result, torch.Event | None]:
         if self._stream is None:
             return make(), None
         gpu = gpu_module(self._device)
@@ -186,26 +159,20 @@ class BatchUploader(Generic[Made]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-class PendingUpload(Generic[Made]):
-    """A batch that is being copied."""
-
+class PendingUpload(Generic[Result]):
     def __init__(
-        self,
-        future: Future[tuple[Made, torch.Event | None]],
-        stream: torch.Stream | None,
-        *,
-        parts: Callable[[Made], Any],
+        self, future: Future[tuple[Result, torch.Event | None]], stream: torch.Stream | None, *,
         unwanted: Callable[[], object],
-    ) -> None:
-        self._future, self._stream, self._parts, self._unwanted = future, stream, parts, unwanted
+    ) -> None:  # fmt: skip
+        self._future, self._stream, self._unwanted = future, stream, unwanted
 
-    def result(self) -> Made:
+    def result(self) -> Result:
         """The batch. Kernels that are queued from now on wait for its copies; the host does not."""
         made, copied = self._future.result()
         if self._stream is not None and copied is not None:
             current = gpu_module(self._stream.device).current_stream(self._stream.device)
             current.wait_event(copied)
-            for _, tensor in tensors_of(self._parts(made), ""):
+            for _, tensor in tensors_of(made, ""):
                 tensor.record_stream(current)  # its memory belongs to the other stream
         return made
 
@@ -234,13 +201,9 @@ class _Part:
 
 
 def send(line: Connection, head: Any, value: Any) -> None:
-    """Send `head` and a value of any nesting.
-
-    Raises:
-        BrokenPipeError, ConnectionResetError: the other end has closed the pipe.
-        OSError: no memory is left.
-        Exception: what Python raises of an object that cannot be sent; nothing was.
-    """
+    """Send `head` and a value of any nesting. Raises BrokenPipeError, ConnectionResetError: the other end has closed
+    the pipe. OSError: no memory is left. Exception: what Python raises of an object that cannot be sent; nothing
+    was."""
     parts: list[tuple[int, np.ndarray]] = []
     rest = _apart(value, parts)
     end = _end_of(parts)
@@ -257,11 +220,8 @@ def send(line: Connection, head: Any, value: Any) -> None:
 
 
 def receive(line: Connection) -> tuple[Any, Any]:
-    """The next (head, value) of a line; tensors lie in the memory that came with it, which goes with the last of them.
-
-    Raises:
-        EOFError, OSError: the other end is gone.
-    """
+    """The next (head, value) of a line; tensors lie in the memory that came with it, which goes with the last of
+    them. Raises EOFError, OSError: the other end is gone."""
     head, rest, size = line.recv()
     memory: Any = torch.UntypedStorage(0)
     if size:
@@ -280,7 +240,9 @@ def receive(line: Connection) -> tuple[Any, Any]:
 
 def _apart(value: Any, parts: list[tuple[int, np.ndarray]]) -> Any:
     """`value` with a `_Part` in place of each plain tensor; (begin, bytes) of each go to the end of `parts`."""
-    if type(value) is not Tensor or not _is_plain(value):
+    plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    # others are sent as torch does: bytes, type and shape are not all there is to them
+    if not plain or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
         return value if isinstance(value, PackedSequence) else rebuild(value, partial(_apart, parts=parts))
     tensor = dense(value)
     last = not tensor.is_contiguous()  # then it is in an order of channels that `dense` leaves alone
@@ -302,12 +264,6 @@ def _end_of(parts: list[tuple[int, np.ndarray]]) -> int:
         return 0
     begin, part = parts[-1]
     return begin + part.nbytes + -part.nbytes % ALIGNED
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes, type and shape are all there is to it; others (sparse, quantized) are sent as torch does."""
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
-    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 # ---------------------------------------------------------------- processes
@@ -371,12 +327,8 @@ class LoaderPool:
         return PendingRead(self, number, request)
 
     def result(self, number: int) -> Batch:
-        """The batch of a request, on the host.
-
-        Raises:
-            InputError: an item of the dataset is not a row.
-            RunError: reading failed (with the dataset's traceback), or a process died.
-        """
+        """The batch of a request, on the host. Raises InputError: an item of the dataset is not a row. RunError:
+        reading failed (with the dataset's traceback), or a process died."""
         with self._lock:
             while number not in self._arrived:
                 self._receive()
@@ -429,8 +381,6 @@ class LoaderPool:
 
 
 class PendingRead:
-    """A batch that a loader process reads."""
-
     def __init__(self, pool: LoaderPool, number: int, request: BatchRequest) -> None:
         self._pool, self._number, self.request = pool, number, request
 
@@ -468,7 +418,7 @@ def _serve(pipe: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
             os.close(descriptor)
     torch.set_num_threads(1)
     requests: queue.SimpleQueue[tuple[int, BatchRequest]] = queue.SimpleQueue()
-    threading.Thread(target=_take, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=_receive_requests, args=(pipe, requests), daemon=True).start()
     while True:
         number, request = requests.get()
         split = splits[request.split]
@@ -484,7 +434,7 @@ def _serve(pipe: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
             os._exit(0)
 
 
-def _take(pipe: Connection, requests: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
+def _receive_requests(pipe: Connection, requests: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
     while True:
         try:
             requests.put(pipe.recv())

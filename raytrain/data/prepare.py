@@ -93,11 +93,8 @@ class InputWriteGuard:
             self._first = [(path, tensor, tensor._version) for path, tensor in tensors_of(batch, "batch")]
 
     def look(self) -> list[str]:
-        """Between two passes over the batches: the tensors of the first batch that the model wrote to, reported once.
-
-        Raises:
-            RunError: the model has overwritten kept rows, after it had not written to its first batch.
-        """
+        """Between two passes over the batches: the tensors of the first batch that the model wrote to, reported
+        once. Raises RunError: the model has overwritten kept rows, after it had not written to its first batch."""
         split = self.split
         if not isinstance(split, TensorSplit):
             return []
@@ -175,30 +172,21 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The plan's decisions about how rows reach the device.
-
-    Attributes:
-        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`).
-        loader_workers, prefetch: processes that read a dataset, and batches that each reads ahead.
-        seed: for the random draws of a dataset.
-    """
-
+    # storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`)
     storage: Storage
     resident_rows: int = 0
+    # loader_workers, prefetch: processes that read a dataset, and batches that each reads ahead
     loader_workers: int = 0
     prefetch: int = 2
-    seed: int = 0
+    seed: int = 0  # for the random draws of a dataset
 
 
 def prepare_source(
     source: Source, plan: DataPlan, *, device: torch.device, device_name: str = "", report: ReportEvent
 ) -> Source:
     """Place both splits of a source where training reads them. A prepared source is returned unchanged.
-
-    Args:
-        device_name: for the events; the type of the device if empty.
-        report: receives `preparation` events (start, progress, finished); the last one has seconds and bytes.
-    """
+    `device_name`: for the events; the type of the device if empty. `report`: receives `preparation` events (start,
+    progress, finished); the last one has seconds and bytes."""
     if source.placed:
         return source
     splits = {"train": source.train, **({} if source.eval is None else {"eval": source.eval})}
@@ -209,7 +197,11 @@ def prepare_source(
     begin, copied = time.perf_counter(), replace(TRANSFERS)
     placed = _place_all(splits, plan, device=device, report=report)
     synchronize(device)  # once, so that every row has arrived
-    seconds, kept = time.perf_counter() - begin, _kept_bytes(placed, plan)
+    seconds, kept = time.perf_counter() - begin, 0.0
+    if plan.storage == "resident":
+        kept = sum(split.nbytes for split in placed.values() if not isinstance(split, StreamSplit))
+    elif plan.storage == "partial":
+        kept = placed["train"].nbytes * min(1.0, plan.resident_rows / len(placed["train"]))
     report(
         "preparation",
         phase="finished",
@@ -229,43 +221,27 @@ def _place_all(
     placed: dict[str, Split] = {}
     read: list[tuple[str, DatasetSplit, list[Any]]] = []
     for name, split in splits.items():
-        progress = partial(_report_rows, report, name)
+
+        def progress(done: int, of: int, name: str = name) -> None:
+            reason = f"{name}: {done:,}/{of:,} rows"
+            report("preparation", phase="progress", split=name, done=done, of=of, reason=reason)
+
         if plan.storage == "resident" and type(split) is DatasetSplit:
             read.append((name, split, read_dataset(split, seed=plan.seed, report=progress)))
             continue
         if type(split) is DatasetSplit and split.collate is None:
             split.masked.names  # noqa: B018  # found here, before loader processes are forked
-        kept = plan.storage if name == "train" or plan.storage != "partial" else "stream"
-        placed[name] = _placed(split, kept, plan, device=device, report=progress)
+        storage = plan.storage if name == "train" or plan.storage != "partial" else "stream"
+        if storage == "partial" and type(split) is DatasetSplit:
+            with generators_kept():
+                seeds = partial(seed_item, plan.seed, 0)
+                placed[name] = PartialDataset(split, device=device, rows=plan.resident_rows, before=seeds)
+        else:
+            placed[name] = place_split(split, storage, device, resident_rows=plan.resident_rows)
+        progress(len(split), len(split))
     for name, split, rows in read:  # once the lengths of all rows are known
         placed[name] = split.kept(rows).to(device)
     return placed
-
-
-def _report_rows(report: ReportEvent, name: str, done: int, of: int) -> None:
-    report("preparation", phase="progress", split=name, done=done, of=of, reason=f"{name}: {done:,}/{of:,} rows")
-
-
-def _placed(
-    split: Split, storage: Storage, plan: DataPlan, *, device: torch.device, report: Callable[[int, int], None]
-) -> Split:
-    if storage == "partial" and type(split) is DatasetSplit:
-        with generators_kept():
-            seeds = partial(seed_item, plan.seed, 0)
-            placed = PartialDataset(split, device=device, rows=plan.resident_rows, before=seeds)
-    else:
-        placed = place_split(split, storage, device, resident_rows=plan.resident_rows)
-    report(len(split), len(split))
-    return placed
-
-
-def _kept_bytes(placed: dict[str, Split], plan: DataPlan) -> float:
-    if plan.storage == "resident":
-        return sum(split.nbytes for split in placed.values() if not isinstance(split, StreamSplit))
-    if plan.storage == "partial":
-        train = placed["train"]
-        return train.nbytes * min(1.0, plan.resident_rows / len(train))
-    return 0.0
 
 
 def read_dataset(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> list[Any]:

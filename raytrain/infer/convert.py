@@ -38,7 +38,8 @@ def converted(
 ) -> list[str]:  # fmt: skip
     """Write files of another format as Parquet in `folder`, one for each; returns the paths. Parquet is left alone.
 
-    A file that was converted before is not converted again: its name holds the fingerprint of the original.
+    A file that was converted before is not converted again: its name holds the fingerprint of the original. Raises
+    InputError: a file that cannot be read, or has no rows. RunError: the folder cannot be written.
 
     Args:
         carried, label, numbers: of CSV files, see `CsvTypes`.
@@ -46,9 +47,6 @@ def converted(
             they are texts: Arrow gives each object the keys of all, and makes whole numbers among fractions fractions.
         used: columns of JSON files that must have one type, see `joined`; None: all but those that hold objects, of
             which no number can be taken.
-    Raises:
-        InputError: a file that cannot be read, or has no rows.
-        RunError: the folder cannot be written.
     """
     if files.kind == "parquet":
         return list(files.paths)
@@ -77,14 +75,9 @@ def write_tables(
     tables: Iterable[Any], target: str, *, origin: str, schema: Any = None, used: Collection[str] | None = None,
     rows_at_once: int = LINES_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Write tables as one Parquet file, with the schema of the first one if none is given.
-
-    Args:
-        origin: where the rows come from, for messages.
-    Raises:
-        InputError: there are no rows.
-        _OtherColumnsError: a table does not fit the schema.
-    """
+    """Write tables as one Parquet file, with the schema of the first one if none is given. `origin`: where the rows
+    come from, for messages. Raises InputError: there are no rows. _OtherColumnsError: a table does not fit the
+    schema."""
     from pyarrow import parquet
 
     writer, rows = None, 0
@@ -105,15 +98,14 @@ def write_joined(
     tables: Callable[[], Iterable[Any]], target: str, *, origin: str, used: Collection[str] | None = None,
     rows_at_once: int = LINES_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column.
+    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column. Raises
+    InputError: there are no rows, or the types of a column do not go together.
 
     Args:
         tables: gives them, in order. It is called again, twice, where later ones have other columns than the first:
             once for all columns, once to write.
         origin: where the rows come from, for messages.
         used: see `joined`.
-    Raises:
-        InputError: there are no rows, or the types of a column do not go together.
     """
     try:
         write_tables(tables(), target, origin=origin, used=used, rows_at_once=rows_at_once)
@@ -200,13 +192,29 @@ def _json_or_text(
     try:
         with _stream(path) as stream:
             if kind == "json":
-                yield _table(_json_rows(stream.read(), path), path, exact, used)
+                try:
+                    rows = json.loads(stream.read())
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    raise InputError(KEY, got=f"{path}: {error}", expected="a JSON array of objects") from error
+                if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                    seen = f"{path}, which is no array of objects"
+                    raise InputError(KEY, got=seen, expected="a JSON array of objects")
+                yield _table(rows, path, exact, used)
                 return
             lines: list[dict[str, Any]] = []
             for number, raw in enumerate(io.BufferedReader(stream), start=1):
-                line = _decoded(raw.rstrip(b"\r\n"), path, number)
+                where = f"{path} line {number}"
+                try:
+                    line = raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8")
+                    row = json.loads(line) if kind == "jsonl" and line.strip() else None
+                except UnicodeDecodeError as error:
+                    raise InputError(KEY, got=f"{where}, which is not UTF-8", expected="UTF-8 text") from error
+                except json.JSONDecodeError as error:
+                    raise InputError(KEY, got=f"{where}: {error}", expected="a JSON object on each line") from error
                 if kind == "jsonl" and line.strip():
-                    lines.append(_json_object(line, path, number))
+                    if not isinstance(row, dict):
+                        raise InputError(KEY, got=f"{where}: a {type(row).__name__}", expected="a JSON object")
+                    lines.append(row)
                 elif kind == "text" and line.strip():
                     lines.append({TEXT_COLUMN: line})
                 if len(lines) == rows_at_once:
@@ -295,30 +303,3 @@ def _decimals(value: Any) -> Any:
     if isinstance(value, list):
         return [_decimals(one) for one in value]
     return Decimal(value) if type(value) is int else value
-
-
-def _decoded(line: bytes, path: str, number: int) -> str:
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(KEY, got=f"{path} line {number}, which is not UTF-8", expected="UTF-8 text") from error
-
-
-def _json_object(line: str, path: str, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(KEY, got=f"{path} line {number}: {error}", expected="a JSON object on each line") from error
-    if not isinstance(row, dict):
-        raise InputError(KEY, got=f"{path} line {number}: a {type(row).__name__}", expected="a JSON object")
-    return row
-
-
-def _json_rows(text: bytes, path: str) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(KEY, got=f"{path}: {error}", expected="a JSON array of objects") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(KEY, got=f"{path}, which is no array of objects", expected="a JSON array of objects")
-    return rows

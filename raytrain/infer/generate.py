@@ -48,31 +48,18 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are chosen, and when it ends.
-
-    Attributes:
-        max_new_tokens: most tokens of an answer.
-        temperature: 0 takes the most likely token.
-        top_k: draw from the k most likely tokens; None for all.
-        top_p: draw from the most likely tokens that together have at least this probability; None for all.
-        end_ids: tokens that end an answer; they are not part of it.
-        stop: texts that end an answer; the answer ends before the first of them.
-        seed: with the row's number, it decides all draws: they do not depend on the batch or the worker.
-    """
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_k: int | None = None
+    max_new_tokens: int  # most tokens of an answer
+    temperature: float = 0.0  # 0 takes the most likely token
+    top_k: int | None = None  # draw from the k most likely tokens; None for all
+    # draw from the most likely tokens that together have at least this probability; None for all
     top_p: float | None = None
-    end_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    seed: int = 0
+    end_ids: frozenset[int] = frozenset()  # tokens that end an answer; they are not part of it
+    stop: tuple[str, ...] = ()  # texts that end an answer; the answer ends before the first of them
+    seed: int = 0  # with the row's number, it decides all draws: they do not depend on the batch or the worker
 
 
 @dataclass
 class _Row:
-    """One answer while it is generated."""
-
     number: int
     prompt: list[int]
     answer: list[int] = field(default_factory=list)
@@ -96,7 +83,9 @@ def generate(
     """Continue every prompt; the answers do not depend on which other prompts are in the batch, up to rounding.
 
     Modules whose `takes_cache` is true compute one token a pass, until a row is as long as the context. All others, and
-    from there on, read the last `context` tokens again for each new one.
+    from there on, read the last `context` tokens again for each new one. Returns the new tokens of each row. The train
+    mode of every submodule is restored, and no global generator is advanced. Raises ValueError: an empty prompt, or
+    `stop` without `decode`.
 
     Args:
         module: `forward(input_ids=(B, S))` returns {"logits": (B, S, V)} or an object with `.logits`; it must be
@@ -105,10 +94,6 @@ def generate(
         rows: numbers of the rows, for the draws; by default 0, 1, ...
         context: most tokens that the model sees; None = no limit.
         decode: tokens to text; needed for `sampling.stop`.
-    Returns:
-        the new tokens of each row. The train mode of every submodule is restored, and no global generator is advanced.
-    Raises:
-        ValueError: an empty prompt, or `stop` without `decode`.
     """
     if not all(prompts):
         raise ValueError("a prompt is empty; give at least one token")
@@ -287,11 +272,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], Any], Tensor]:
-    """Capture what a function does on a CUDA device; returns what does it again, and its output.
-
-    Raises:
-        RuntimeError: it waits for the device, or cannot be captured.
-    """
+    """Capture what a function does on a CUDA device; returns what does it again, and its output. Raises
+    RuntimeError: it waits for the device, or cannot be captured."""
     stream, graph = _capture_stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -318,11 +300,8 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 def choose(logits_BV: Tensor, sampling: Sampling, uniforms_B: Tensor) -> Tensor:
     """The next token of each row, (B,). Of equally likely tokens the lower numbers come first, also in the top k.
-
-    Args:
-        logits_BV: any format; tokens are ordered by it in float32.
-        uniforms_B: float64 in [0, 1), one draw for each row.
-    """
+    `logits_BV`: any format; tokens are ordered by it in float32. `uniforms_B`: float64 in [0, 1), one draw for each
+    row."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
     V = logits_BV.shape[1]
@@ -349,14 +328,13 @@ def language_sample(
     module: nn.Module, source: Any, *, context: int | None, tokens: int = 400, seed: int = 0
 ) -> dict[str, Any] | None:
     """{"prompt", "text", "temperature"}: a language model's continuation of the start of its eval text, or of a prompt,
-    with what `raytrain infer` puts in front of it.
+    with what `raytrain infer` puts in front of it. Returns None if the module gives no logits for
+    `forward(input_ids=...)` alone.
 
     Args:
         module: the model.
         source: the opened text source, which turns tokens into text and back.
         context: the number of tokens that the model sees at once.
-    Returns:
-        None if the module gives no logits for `forward(input_ids=...)` alone.
     """
     split = source.eval or source.train
     batch = split.gather(split.eval_order()[:1])
@@ -416,8 +394,6 @@ def padded_left(prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[t
 
 
 class _Stops:
-    """Ends the rows whose answer holds one of the stop texts."""
-
     def __init__(self, codec: Any, stop: Sequence[str], begin: int) -> None:
         self._codec, self._stop, self._begin = codec, stop, begin
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.config.messages import suggestion
+from raytrain.data.sources.tables import open_parquet
 from raytrain.errors import InputError, first_line
 from raytrain.runs.storage import file_size, join, locate, matching, open_store, read_bytes, split, unreadable
 
@@ -40,18 +41,13 @@ NAMED_BY_ROW = ("jsonl", "json")
 
 @dataclass(frozen=True)
 class InputFiles:
-    """The files of an input, all of one format, in the order of their rows."""
-
     paths: tuple[str, ...]
     kind: str
 
 
 def input_files(given: str | Sequence[str]) -> InputFiles:
-    """The files that `infer.input` names: files, folders and patterns (sorted by name), local paths or URIs.
-
-    Raises:
-        InputError: nothing is there, or files of no known kind or of several kinds.
-    """
+    """The files that `infer.input` names: files, folders and patterns (sorted by name), local paths or URIs. Raises
+    InputError: nothing is there, or files of no known kind or of several kinds."""
     named = [given] if isinstance(given, str) else list(given)
     paths = [file for one in named for path in matching(one, key=KEY) for file in _files_at(path)]
     kinds = {path: _kind(path) for path in paths}
@@ -108,7 +104,6 @@ def as_json(name: str) -> str:
 
 
 def own_names(schema: Any) -> list[str]:
-    """The columns that the input itself has."""
     return [name for name in schema.names if not name.startswith(AS_JSON)]
 
 
@@ -119,19 +114,12 @@ def json_value(value: Any) -> Any:
 
 @dataclass
 class InputRows:
-    """Rows of Parquet files, read by range.
+    """Rows of Parquet files, read by range."""
 
-    Attributes:
-        paths: the files, in order.
-        groups: rows of each row group of each file.
-        schema: Arrow schema of the rows; a file that lacks a column of it has nulls there.
-        limit: rows after this one are left out; None for all.
-    """
-
-    paths: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-    schema: Any
-    limit: int | None = None
+    paths: tuple[str, ...]  # the files, in order
+    groups: tuple[tuple[int, ...], ...]  # rows of each row group of each file
+    schema: Any  # Arrow schema of the rows; a file that lacks a column of it has nulls there
+    limit: int | None = None  # rows after this one are left out; None for all
     _held: tuple[tuple[int, int], Any] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -139,18 +127,17 @@ class InputRows:
         cls, paths: Sequence[str], *, origins: Sequence[str] = (), limit: int | None = None, join: bool = False,
         used: Collection[str] | None = None,
     ) -> InputRows:  # fmt: skip
-        """Read the files' metadata.
+        """Read the files' metadata. Raises InputError: a file that is no Parquet, columns that differ, or a column of
+        types that do not go together.
 
         Args:
             origins: what they were converted from, for messages.
             join: whether a file may lack columns of another one.
             used: see `joined`.
-        Raises:
-            InputError: a file that is no Parquet, columns that differ, or a column of types that do not go together.
         """
         groups, schema, origins = [], None, origins or paths
         for path, origin in zip(paths, origins, strict=True):
-            file = _open_parquet(path)
+            file = open_parquet(path, key=KEY)
             meta, own = file.metadata, without_views(file.schema_arrow.remove_metadata())
             if schema is not None and own.names != schema.names and not join:
                 seen = f"the columns {', '.join(own.names)} in {origin}"
@@ -180,16 +167,13 @@ class InputRows:
         return pa.concat_tables(parts).combine_chunks()
 
     def column(self, name: str, *, at_once: int = 1 << 16) -> Iterator[Any]:
-        """The values of one column as Arrow arrays of at most `at_once` rows, in input order; no other column is read.
-
-        Raises:
-            InputError: a file cannot be read.
-        """
+        """The values of one column as Arrow arrays of at most `at_once` rows, in input order; no other column is
+        read. Raises InputError: a file cannot be read."""
         import pyarrow as pa
 
         left, kind = self.rows, self.schema.field(name).type
         for path in self.paths:
-            file = _open_parquet(path)
+            file = open_parquet(path, key=KEY)
             if name not in file.schema_arrow.names:
                 nulls = min(file.metadata.num_rows, left)
                 left -= nulls
@@ -209,7 +193,7 @@ class InputRows:
         if self._held is None or self._held[0] != (file, group):
             path = self.paths[file]
             try:
-                table = _open_parquet(path).read_row_group(group)
+                table = open_parquet(path, key=KEY).read_row_group(group)
             except OSError as error:
                 raise unreadable(path, error, key=KEY) from error
             self._held = ((file, group), fitted(table, self.schema))
@@ -220,13 +204,8 @@ class InputRows:
 
 
 def joined(schemas: Sequence[Any], path: str, used: Collection[str] | None = None) -> Any:
-    """The schema with the columns of all of these.
-
-    Args:
-        used: the columns whose types matter; another one whose types do not go together holds texts. None: all.
-    Raises:
-        InputError: types of a used column that do not go together.
-    """
+    """The schema with the columns of all of these. `used`: the columns whose types matter; another one whose types
+    do not go together holds texts. None: all. Raises InputError: types of a used column that do not go together."""
     import pyarrow as pa
 
     if all(schema.equals(schemas[0]) for schema in schemas):
@@ -307,12 +286,8 @@ def holds_bytes(kind: Any) -> bool:
 
 
 def fitted(table: Any, schema: Any) -> Any:
-    """A table with the columns and types of a schema, nulls where it lacks a column, or has values that are no texts in
-    a column of texts (see `joined`).
-
-    Raises:
-        InputError: a value that the type of its column does not hold.
-    """
+    """A table with the columns and types of a schema, nulls where it lacks a column, or has values that are no texts
+    in a column of texts (see `joined`). Raises InputError: a value that the type of its column does not hold."""
     import pyarrow as pa
 
     if table.schema.equals(schema):
@@ -331,19 +306,6 @@ def fitted(table: Any, schema: Any) -> Any:
             ) from error
         columns.append(pa.nulls(table.num_rows, one.type) if own is None else own)
     return pa.table(columns, schema=schema)
-
-
-def _open_parquet(path: str) -> Any:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    filesystem, inner = locate(path, key=KEY)
-    try:
-        return parquet.ParquetFile(filesystem.open_input_file(inner))
-    except pa.ArrowException as error:
-        raise InputError(KEY, got=f"{path}: {str(error).splitlines()[0]}", expected="a Parquet file") from error
-    except OSError as error:
-        raise unreadable(path, error, key=KEY) from error
 
 
 def check_cells(schema: Any, carried: Mapping[str, Sequence[str | None]], form: str) -> None:
@@ -379,11 +341,8 @@ def check_columns(schema: Any, wanted: dict[str, str | None]) -> None:
 def duplicate_id(rows: InputRows, column: str) -> tuple[Any, Sequence[int]] | None:
     """A value of a column that occurs twice or is missing, and the rows where; None if all values are unique.
 
-    Only hashes of the values are kept, 8 bytes a row; the column is read again where two of them are equal.
-
-    Raises:
-        InputError: its values cannot be ids, such as lists.
-    """
+    Only hashes of the values are kept, 8 bytes a row; the column is read again where two of them are equal. Raises
+    InputError: its values cannot be ids, such as lists."""
     hashes = list[Any]()
     for values in rows.column(column):
         if values.null_count:
@@ -433,34 +392,26 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """What a worker says about a unit that it has written.
-
-    Attributes:
-        seconds: to read, compute and write it; in the unit's file without the time to write that.
-        load_s: seconds that the worker took to load the model.
-        begin, end: unix seconds.
-        stages: `StageTimes` of the unit as JSON; "" for a model that is not divided.
-        quantized: `Quantization` of the worker's model as JSON; "" without int8 weights.
-        error: why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
-    """
+    """What a worker says about a unit that it has written."""
 
     number: int
     rows: int
     failed: int
     tokens: int
-    seconds: float
+    seconds: float  # to read, compute and write it; in the unit's file without the time to write that
     worker: str
-    load_s: float
+    load_s: float  # seconds that the worker took to load the model
     out_of_memory: int
+    # begin, end: unix seconds
     begin: float
     end: float
-    stages: str = ""
-    quantized: str = ""
+    stages: str = ""  # `StageTimes` of the unit as JSON; "" for a model that is not divided
+    quantized: str = ""  # `Quantization` of the worker's model as JSON; "" without int8 weights
+    # why the unit was given up and no file written: more rows failed than the job allows. None otherwise.
     error: str | None = None
 
 
 def usual_rows(*, generates: bool, on_gpu: bool = False) -> int:
-    """Rows of a batch where the user names no number."""
     if on_gpu:
         return GENERATED_ROWS_ON_GPU if generates else PLAIN_ROWS_ON_GPU
     return GENERATED_ROWS if generates else PLAIN_ROWS
@@ -479,12 +430,9 @@ def units_of(rows: int, size: int) -> list[Unit]:
 def batches_of(lengths: Sequence[int], size: int) -> list[list[int]]:
     """The rows of a unit in batches of about equal lengths, at most `size` rows each.
 
-    A product with one row may use another kernel than one with several. A row that would remain alone therefore takes
-    the last row of the batch before it along; only a unit of one row is a batch of one.
-
-    Args:
-        lengths: of each row; longer rows come first, so that a batch that is too large fails early.
-    """
+    A product with one row may use another kernel than one with several. A row that would remain alone therefore
+    takes the last row of the batch before it along; only a unit of one row is a batch of one. `lengths`: of each
+    row; longer rows come first, so that a batch that is too large fails early."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     if size > 2 and len(batches) > 1 and len(batches[-1]) == 1:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.data.sources.tables import ColumnChoice, column_kind, is_text
 from raytrain.data.sources.text import ByteVocabulary, CharVocabulary
 from raytrain.errors import InputError
-from raytrain.infer.generate import Sampling
+from raytrain.infer.generate import Sampling, greedy_answers
 from raytrain.infer.input import KEY, as_json, own_names, shortest
 from raytrain.infer.predictor import (
     MODEL_KEY,
@@ -67,28 +68,17 @@ Chat = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a row becomes the text of a prompt.
-
-    Attributes:
-        parts: texts, each with the column whose value follows it, or None.
-        key: the key that errors name.
-        chat: puts the text into the tokenizer's chat template; None for the text alone.
-        exact: columns that the input also has as JSON texts (`as_json`).
-    """
-
-    parts: tuple[tuple[str, str | None], ...]
-    key: str
-    chat: Chat | None = None
-    exact: frozenset[str] = frozenset()
+    parts: tuple[tuple[str, str | None], ...]  # texts, each with the column whose value follows it, or None
+    key: str  # the key that errors name
+    chat: Chat | None = None  # puts the text into the tokenizer's chat template; None for the text alone
+    exact: frozenset[str] = frozenset()  # columns that the input also has as JSON texts (`as_json`)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that it names."""
         return tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that it reads."""
         return (*self.names, *(as_json(name) for name in self.names if name in self.exact))
 
     def texts(self, table: Any) -> list[str]:
@@ -141,7 +131,8 @@ def prompt_of(
     names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None,
     exact: Collection[str] = (),
 ) -> Prompt:  # fmt: skip
-    """The prompt that the keys describe.
+    """The prompt that the keys describe. Raises InputError: an unknown name, a column that the input lacks, or no
+    column to take.
 
     Args:
         names: columns of the input.
@@ -149,9 +140,6 @@ def prompt_of(
         template: `infer.template`: the name of one of `templates`, or a template itself if it has braces.
         templates: `infer.templates`, name -> template.
         exact: see `Prompt`.
-
-    Raises:
-        InputError: an unknown name, a column that the input lacks, or no column to take.
     """
     if template is not None:
         text = templates.get(template, template)
@@ -215,36 +203,23 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """What a worker needs to load a model; can be pickled.
+    """What a worker needs to load a model; can be pickled."""
 
-    Attributes:
-        model: the `model` section with absolute paths; its `init_from` is the trained weights.
-        sections: other sections that a builder takes, by name.
-        facts: facts of the training data for the builder (`source_facts`).
-        reads: how the training data was read: {"characters"} or {"stacked", "named"}; empty if unknown.
-        tokenizer: folder of the tokenizer, None if the model has none.
-        dtype: format of the forward passes: fp32, bf16 or fp16.
-        device: e.g. "cpu" or "cuda:0".
-        seed: of the draws.
-        longest: tokens that texts of one class each were cut to in training; None: the model's limit.
-    """
-
-    model: ModelConfig
-    sections: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelConfig  # the `model` section with absolute paths; its `init_from` is the trained weights
+    sections: Mapping[str, Any] = field(default_factory=dict)  # other sections that a builder takes, by name
+    # facts of the training data for the builder (`source_facts`)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # how the training data was read: {"characters"} or {"stacked", "named"}; empty if unknown
     reads: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None
-    dtype: str = "fp32"
-    device: str = "cpu"
-    seed: int = 0
-    longest: int | None = None
+    tokenizer: str | None = None  # folder of the tokenizer, None if the model has none
+    dtype: str = "fp32"  # format of the forward passes: fp32, bf16 or fp16
+    device: str = "cpu"  # e.g. "cpu" or "cuda:0".
+    seed: int = 0  # of the draws
+    longest: int | None = None  # tokens that texts of one class each were cut to in training; None: the model's limit
 
     def check_header(self, infer: InferConfig, schema: Any) -> None:
-        """Check the columns of the input as far as that does not need the model.
-
-        Raises:
-            InputError: a column is missing, or its rows have another number of values than the model takes.
-        """
+        """Check the columns of the input as far as that does not need the model. Raises InputError: a column is
+        missing, or its rows have another number of values than the model takes."""
         builder = str(self.model.builder)
         continues = builder in TEXT_BUILDERS and ("vocab_size" in self.facts or self.tokenizer is not None)
         if continues or builder == CLASSIFIER:
@@ -280,21 +255,18 @@ class InferenceModel:
         return named or ({"x"} if self.model.builder in ROW_BUILDERS else None)
 
     def load(self, infer: InferConfig, schema: Any, module: nn.Module | None = None) -> Predictor:
-        """Build the model, load its weights, and check it against the input.
-
-        Args:
-            schema: Arrow schema of the input.
-            module: already loaded, such as a `raytrain.infer.stages.split.SplitModule` or that of `beside_others`;
-                used as it is.
-        Raises:
-            InputError: the weights do not fit the model, or the input has not the columns that it reads.
-        """
+        """Build the model, load its weights, and check it against the input. `schema`: Arrow schema of the input.
+        `module`: already loaded, such as a `raytrain.infer.stages.split.SplitModule` or that of `beside_others`;
+        used as it is. Raises InputError: the weights do not fit the model, or the input has not the columns that it
+        reads."""
         if module is None:
             module = self._built().module
             if infer.quantize is None:
                 self.halve(module)
-            elif not _fits(module, torch.device(self.device)):
-                quantize(module)
+            else:
+                room = room_on(torch.device(self.device))
+                if room is not None and sum(parameter.nbytes for parameter in module.parameters()) > room:
+                    quantize(module)
             module = self._ready(module)
         autocast = self.autocast()
         if self.model.builder == CLASSIFIER or (hasattr(module, "num_labels") and hasattr(module, "score")):
@@ -330,10 +302,7 @@ class InferenceModel:
 
     def beside_others(self) -> tuple[nn.Module, RemoteState]:
         """This process's part of a model whose builder hands others to processes of their own, with their weights.
-
-        Raises:
-            InputError: the weights do not fit the model. StateLost: one of the other processes has died.
-        """
+        Raises InputError: the weights do not fit the model. StateLost: one of the other processes has died."""
         trainable = self._built()
         trainable.remote.end_passes(short=False)  # they get their weights now, not with the first batch
         self.halve(trainable.module)
@@ -348,8 +317,6 @@ class InferenceModel:
 
     def is_language_model(self, module: nn.Module) -> bool:
         """Whether it continues texts: it has a vocabulary, and its forward takes `input_ids`."""
-        import inspect
-
         parameters = inspect.signature(module.forward).parameters
         kinds = getattr(getattr(module, "config", None), "architectures", None) or ()
         wraps = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "CausalLM" in str(kinds)
@@ -385,13 +352,12 @@ class InferenceModel:
         )  # fmt: skip
 
     def _demanded(self, module: nn.Module, schema: Any, given: Sequence[str]) -> tuple[str, ...]:
-        """Columns of the input for the parameters of forward that have no default, beside those `given`: a forward that
-        also trains may demand the labels.
-
-        Raises:
-            InputError: the input has no such column.
-        """
-        missing = [name for name in required_parameters(module) if name not in given]
+        """Columns of the input for the parameters of forward that have no default, beside those `given`: a forward
+        that also trains may demand the labels. Raises InputError: the input has no such column."""
+        plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(module.forward).parameters.values()
+        required = [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
+        missing = [name for name in required if name not in given]
         if given and not takes_any(module, given):
             missing = missing[1:]  # its first parameter gets the first column, whatever its name
         wanting = [name for name in missing if name not in schema.names]
@@ -414,14 +380,18 @@ class InferenceModel:
 
     def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
         codec = self._codec(chat=infer.chat)
-        chat, end = None, frozenset[int]()
+        chat: Chat | None = None
+        end = frozenset[int]()
         if self.tokenizer is not None:
             tokenizer = open_tokenizer(self.tokenizer)
             # The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn.
             more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
             given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
             end = frozenset(int(one) for one in given if one is not None)
-            chat = _chat(tokenizer) if infer.chat else None
+            if infer.chat and not getattr(tokenizer, "chat_template", None):
+                raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
+            if infer.chat:
+                chat = partial(_in_chat, tokenizer)
         elif infer.chat:
             raise InputError("infer.chat", got="true with a model without a tokenizer", expected="false")
         prompt = _prompt(infer, schema, chat)
@@ -430,7 +400,13 @@ class InferenceModel:
             stop=tuple(infer.stop), seed=self.seed,
         )  # fmt: skip
         context = self.model.keys.get("context") or _context(module)
-        own = _own_generate(module, codec, sampling)
+        made: Any = module
+        own: Generate | None = None
+        if hasattr(module, "own_generate"):  # of a model over stages
+            own = made.own_generate(codec, sampling)
+        elif hasattr(module, "generate") and hasattr(module, "generation_config") and not sampling.temperature:
+            # transformers' own, which has its models' caches; its draws depend on the batch, so only without any
+            own = partial(greedy_answers, module, codec)
         if own is not None and context is not None and infer.max_new_tokens >= context:
             expected = f"less than the {context} tokens that the model sees"
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
@@ -447,7 +423,6 @@ class InferenceModel:
 
 
 def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
-    """Raise InputError if the input lacks a column that the model reads."""
     given = list(schema.names)
     missing = [name for name in names if name not in given]
     if missing:
@@ -459,24 +434,14 @@ def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _fits(module: nn.Module, device: torch.device) -> bool:
-    room = room_on(device)
-    return room is None or sum(parameter.nbytes for parameter in module.parameters()) <= room
+def _in_chat(tokenizer: Any, text: str) -> str:
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def _named_parameters(module: nn.Module) -> list[str]:
-    import inspect
-
     skipped = ("labels", "num_items_in_batch")
     return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
-
-
-def required_parameters(module: nn.Module) -> list[str]:
-    import inspect
-
-    parameters = inspect.signature(module.forward).parameters.values()
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
 
 
 def _class_names(config: Any) -> Sequence[str] | None:
@@ -503,27 +468,3 @@ def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None =
             got = f"no value in the column {name} in any row of infer.input"
             raise InputError(made.key, got=got, expected="a text in every row")
     return made
-
-
-def _chat(tokenizer: Any) -> Callable[[str], str]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
-
-    def chat(text: str) -> str:
-        messages = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    return chat
-
-
-def _own_generate(module: nn.Module, codec: Codec, sampling: Sampling) -> Generate | None:
-    """transformers' own generation, which has its models' caches; for greedy answers only, since its draws depend on
-    the batch."""
-    if hasattr(module, "own_generate"):  # of a model over stages
-        made: Any = module
-        return made.own_generate(codec, sampling)
-    if not hasattr(module, "generate") or not hasattr(module, "generation_config") or sampling.temperature:
-        return None
-    from raytrain.infer.generate import greedy_answers
-
-    return partial(greedy_answers, module, codec)

@@ -67,11 +67,8 @@ class OutputFolder:
         return json.loads(store.read_bytes(JOB)) if store.exists(JOB) else None
 
     def check_free(self, *, resume: bool) -> None:
-        """Check that a command may write here, before anything is written.
-
-        Raises:
-            InputError: the folder holds something else, or another command writes to it.
-        """
+        """Check that a command may write here, before anything is written. Raises InputError: the folder holds
+        something else, or another command writes to it."""
         user = self._user()
         if user is not None:
             seen = f"{self.path}, to which process {user['pid']} on {user['host']} writes"
@@ -105,11 +102,8 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def claimed(self, identity: Mapping[str, Any], command: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Write here as the only command, given `command`; `beat` is to be called every few seconds.
-
-        Raises:
-            InputError: another command has begun to write here.
-        """
+        """Write here as the only command, given `command`; `beat` is to be called every few seconds. Raises
+        InputError: another command has begun to write here."""
         attempts = Attempts(self.store)
         number = attempts.take_next(this_process())
         try:
@@ -152,18 +146,14 @@ class OutputFolder:
                 os.rmdir(self.path)
 
     def finished(self, units: Sequence[Unit], job: str) -> dict[int, int]:
-        """The units that are complete -> their failed rows.
-
-        Raises:
-            InputError: a file of another unit than its name says, or of another job.
-        """
+        """The units that are complete -> their failed rows. Raises InputError: a file of another unit than its name
+        says, or of another job."""
         names = {entry.name for entry in self.store.entries(PARTS)}
         present = [unit for unit in units if part_name(unit.number) in names]
         return {unit.number: part_facts(self.parts, unit, job).report.failed for unit in present}
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
-    """A hash of what a job depends on, which all of its files carry."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -217,10 +207,14 @@ class PartFacts:
 def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
     """Read the footer of a unit's file. Raises InputError if it is no file of this unit and job."""
     import pyarrow as pa
+    from pyarrow import parquet
 
     path = join(parts, part_name(unit.number))
     try:
-        schema, rows = _schema_of(path)
+        filesystem, inner = locate(path, key=KEY)
+        with filesystem.open_input_file(inner) as file:
+            opened = parquet.ParquetFile(file)
+            schema, rows = opened.schema_arrow, opened.metadata.num_rows
         about = json.loads((schema.metadata or {}).get(ABOUT, b"{}"))
     except (pa.ArrowException, ValueError) as error:
         raise InputError(KEY, got=f"{path}, which cannot be read ({error})", expected="the file of a unit",
@@ -248,15 +242,6 @@ def written_report(parts: str, unit: Unit, job: str) -> UnitReport | None:
         return None
 
 
-def _schema_of(path: str) -> tuple[Any, int]:
-    from pyarrow import parquet
-
-    filesystem, inner = locate(path, key=KEY)
-    with filesystem.open_input_file(inner) as file:
-        opened = parquet.ParquetFile(file)
-        return opened.schema_arrow, opened.metadata.num_rows
-
-
 # ---------------------------------------------------------------- progress
 
 
@@ -267,15 +252,8 @@ PREFIX = "progress-"
 
 @dataclass
 class WorkerProgress:
-    """Writes the progress of one worker.
-
-    Attributes:
-        parts: the folder of the units' files.
-        name: of the worker.
-    """
-
-    parts: str
-    name: str
+    parts: str  # the folder of the units' files
+    name: str  # of the worker
     every_s: float = EVERY_S
     _written: float = field(default_factory=time.monotonic, init=False)
 
@@ -319,16 +297,11 @@ def merge(
 ) -> dict[str, Any]:
     """Write `predictions.KIND` and `timing.parquet`; returns what the manifest says about them.
 
-    Each file is read once, after all of their footers; no more than one is in memory.
-
-    Args:
-        job: `digest_of` the job.
-        read: gets the table of each unit, in input order.
-    Raises:
-        RunError: units are missing, or files belong to none or to another job; the message names them. Nothing is
-            written then.
-    """
+    Each file is read once, after all of their footers; no more than one is in memory. `job`: `digest_of` the job.
+    `read`: gets the table of each unit, in input order. Raises RunError: units are missing, or files belong to none
+    or to another job; the message names them. Nothing is written then."""
     import pyarrow as pa
+    from pyarrow import parquet
 
     names = {entry.name for entry in output.store.entries(PARTS) if entry.name.endswith(".parquet")}
     names = {name for name in names if not name.startswith(".")}
@@ -356,7 +329,13 @@ def merge(
         _writing(join(output.path, TIMING), "parquet", timed) as timing,
     ):
         for unit in units:
-            table = fitted(read_part(output, unit), schema)
+            path = join(output.parts, part_name(unit.number))
+            filesystem, inner = locate(path, key=KEY)
+            try:
+                found = parquet.read_table(inner, filesystem=filesystem)
+            except OSError as error:
+                raise unreadable(path, error, key=KEY) from error
+            table = fitted(found, schema)
             answers.write(table)
             timing.write(table)
             read(table)
@@ -366,18 +345,6 @@ def merge(
         "text_columns": [one.name for one in kept if is_text(one.type) and one.name not in exact | mixed],
         "files": {name: answers.facts, TIMING: timing.facts},
     }  # fmt: skip
-
-
-def read_part(output: OutputFolder, unit: Unit) -> Any:
-    """The table of a unit's file. Raises InputError: it cannot be read."""
-    from pyarrow import parquet
-
-    path = join(output.parts, part_name(unit.number))
-    filesystem, inner = locate(path, key=KEY)
-    try:
-        return parquet.read_table(inner, filesystem=filesystem)
-    except OSError as error:
-        raise unreadable(path, error, key=KEY) from error
 
 
 def remove_work(output: OutputFolder) -> None:
@@ -393,8 +360,6 @@ def _listed(found: Sequence[str], what: str) -> str:
 
 
 class _MergedFile:
-    """A file that tables are appended to."""
-
     def __init__(self, file: Any, kind: str, fields: list[Any]) -> None:
         import pyarrow as pa
         from pyarrow import parquet

@@ -47,17 +47,10 @@ def list_lengths(table: Any, names: Sequence[str]) -> np.ndarray:
     return np.stack(found, axis=1) if found else np.zeros((table.num_rows, 0), np.int64)
 
 
-def rows_of_equal_lengths(table: Any, names: Sequence[str]) -> list[np.ndarray]:
-    """The rows of a table, in groups whose list columns have equal lengths."""
-    lengths = list_lengths(table, names)
-    if not lengths.size or (lengths == lengths[0]).all():
-        return [np.arange(table.num_rows)]
-    _, group = np.unique(lengths, axis=0, return_inverse=True)
-    return [np.flatnonzero(group.reshape(-1) == number) for number in range(group.max() + 1)]
-
-
 def wrong_values(table: Any, choice: ColumnChoice) -> dict[int, str]:
     """Row -> why it cannot be answered, of rows in which a number is missing, not finite, or no number."""
+    from pyarrow import compute
+
     found = dict[int, str]()
     for name in (*choice.stacked, *choice.named):
         column = table[name]
@@ -67,22 +60,16 @@ def wrong_values(table: Any, choice: ColumnChoice) -> dict[int, str]:
             wrong = np.flatnonzero(~np.isfinite(numbers_of(column)))
             rows, cells = wrong, [column[int(row)].as_py() for row in wrong]
         elif is_list(column.type) and not is_nested(column.type):
-            rows, cells = _wrong_in_lists(column)
+            flat = compute.call_function("list_flatten", [column])
+            lengths = compute.call_function("list_value_length", [column]).fill_null(0).to_numpy()
+            wrong = np.flatnonzero(~np.isfinite(numbers_of(flat)))
+            rows = np.repeat(np.arange(len(column)), lengths)[wrong]
+            cells = [flat[int(at)].as_py() for at in wrong]
         else:
             continue
         for row, cell in zip(rows.tolist(), cells, strict=True):
             found.setdefault(row, f"column '{name}' has no finite number: {cell!r}")
     return dict(sorted(found.items()))
-
-
-def _wrong_in_lists(column: Any) -> tuple[np.ndarray, list[Any]]:
-    """(rows, values) of what is missing or not finite in lists of numbers."""
-    from pyarrow import compute
-
-    flat = compute.call_function("list_flatten", [column])
-    lengths = compute.call_function("list_value_length", [column]).fill_null(0).to_numpy()
-    wrong = np.flatnonzero(~np.isfinite(numbers_of(flat)))
-    return np.repeat(np.arange(len(column)), lengths)[wrong], [flat[int(at)].as_py() for at in wrong]
 
 
 def numbers_of(column: Any) -> np.ndarray:
@@ -93,16 +80,6 @@ def numbers_of(column: Any) -> np.ndarray:
         cells = (number_in(cell) for cell in column.to_pylist())
         return np.array([math.nan if cell is None else cell for cell in cells], dtype=np.float64)
     return column.cast("float64", safe=False).to_numpy()  # whole numbers above 2**53 are rounded
-
-
-def with_numbers(table: Any, choice: ColumnChoice) -> Any:
-    """The table with texts as numbers: one value of a CSV file that is no number makes its whole column text, and so
-    does keeping it in the answers."""
-    for name in (*choice.stacked, *choice.named):
-        if is_text(table.schema.field(name).type):
-            column = typed(table[name], csv_kinds(table[name])[0])
-            table = table.set_column(table.schema.get_field_index(name), name, column)
-    return table
 
 
 def check_numbers(schema: Any, choice: ColumnChoice) -> None:
@@ -132,16 +109,20 @@ def check_list_sizes(schema: Any, takes: Mapping[str, int]) -> None:
             raise InputError(KEY, got=seen, expected=f"{wanted}, as the model takes")
 
 
-def layer_mismatch(error: BaseException) -> tuple[int, int] | None:
-    """(values that reached a linear layer, values that it takes) if an error was raised inside one that got another
-    number of values; None for any other error."""
+def wrong_width(error: BaseException, batch: Mapping[str, Any]) -> str:
+    """Why a batch failed, if a linear layer got another number of values than it takes; "" for any other error."""
     trace = error.__traceback__
     while trace is not None:
-        layer, given = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_locals.get("input")
-        if isinstance(layer, nn.Linear) and isinstance(given, Tensor) and given.shape[-1:] != (layer.in_features,):
-            return (int(given.shape[-1]) if given.ndim else 1), layer.in_features
+        layer, x = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_locals.get("input")
+        if isinstance(layer, nn.Linear) and isinstance(x, Tensor) and x.shape[-1:] != (layer.in_features,):
+            given = int(x.shape[-1]) if x.ndim else 1
+            tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            name = next((name for name, value in tensors.items() if value[0].numel() == given), None)
+            if name is None:
+                return f"a layer got {given} values, it takes {layer.in_features}"
+            return mismatch(name, given, layer.in_features)
         trace = trace.tb_next
-    return None
+    return ""
 
 
 # ---------------------------------------------------------------- predictor
@@ -164,26 +145,15 @@ class ModelOutputError(RunError):
 
 @dataclass(frozen=True)
 class Answers:
-    """The predictions of a batch, in its order.
-
-    Attributes:
-        values: one for each row.
-        tokens: generated tokens of each row; None where nothing is generated.
-    """
-
-    values: list[Any]
-    tokens: list[int] | None = None
+    values: list[Any]  # one for each row
+    tokens: list[int] | None = None  # generated tokens of each row; None where nothing is generated
 
 
 class Predictor(ABC):
-    """A loaded model that answers rows of a table, a batch at a time: all or none of them, in order.
+    """A loaded model that answers rows of a table, a batch at a time: all or none of them, in order."""
 
-    Attributes:
-        module: the model.
-        generates: whether the predictions are texts of many tokens, so that nobody knows how long an answer will be.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the model
+    # whether the predictions are texts of many tokens, so that nobody knows how long an answer will be
     generates: ClassVar[bool] = False
 
     @property
@@ -193,11 +163,9 @@ class Predictor(ABC):
 
     @property
     def answer_tokens(self) -> int:
-        """Most tokens of an answer; 1 where nothing is generated."""
         return 1
 
     def shortened(self, tokens: int) -> Predictor:
-        """The same predictor with answers of at most so many tokens, to measure it."""
         del tokens
         return self
 
@@ -212,38 +180,25 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
-        """Answer the rows of an Arrow table, all or none.
-
-        Args:
-            numbers: each row's place in the input.
-        Raises:
-            Exception: any, of the model or about a row.
-        """
+        """Answer the rows of an Arrow table, all or none. `numbers`: each row's place in the input. Raises
+        Exception: any, of the model or about a row."""
 
 
 @dataclass
 class RowPredictor(Predictor):
-    """Rows of numbers -> classes or values, with any module that gives one output for each row.
+    """Rows of numbers -> classes or values, with any module that gives one output for each row."""
 
-    Attributes:
-        module: called with those batch keys that its forward names, or with the first one.
-        choice: the columns, as in training.
-        classes: names of the classes, None where they are numbers.
-        regression: whether outputs are values instead of classes.
-        num_classes: of the training data; None if it has none, or that is unknown.
-        image_shape: of `x`, where the training data were images: a row of a file holds their values in one list.
-        takes: column of lists -> its values in a row, as far as that is known.
-        dtypes: input -> the format of its numbers in training: a column of a file may hold whole numbers by chance.
-    """
-
-    module: nn.Module
-    choice: ColumnChoice
-    classes: tuple[str, ...] | None = None
-    regression: bool = False
-    num_classes: int | None = None
+    module: nn.Module  # called with those batch keys that its forward names, or with the first one
+    choice: ColumnChoice  # the columns, as in training
+    classes: tuple[str, ...] | None = None  # names of the classes, None where they are numbers
+    regression: bool = False  # whether outputs are values instead of classes
+    num_classes: int | None = None  # of the training data; None if it has none, or that is unknown
+    # of `x`, where the training data were images: a row of a file holds their values in one list
     image_shape: tuple[int, ...] | None = None
     autocast: Autocast = nullcontext
+    # column of lists -> its values in a row, as far as that is known
     takes: Mapping[str, int] = field(default_factory=dict)
+    # input -> the format of its numbers in training: a column of a file may hold whole numbers by chance
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -271,25 +226,26 @@ class RowPredictor(Predictor):
         del numbers
         if takes_mask(self.module):
             return Answers(self._answers(table))
+        lengths = list_lengths(table, self.choice.named)
+        if not lengths.size or (lengths == lengths[0]).all():
+            return Answers(self._answers(table))
         found: list[Any] = [None] * table.num_rows
-        for group in rows_of_equal_lengths(table, self.choice.named):
-            for row, value in zip(group.tolist(), self._answers(table.take(group)), strict=True):
+        _, group = np.unique(lengths, axis=0, return_inverse=True)
+        for number in range(group.max() + 1):  # rows whose lists have equal lengths
+            own = np.flatnonzero(group.reshape(-1) == number)
+            for row, value in zip(own.tolist(), self._answers(table.take(own)), strict=True):
                 found[row] = value
         return Answers(found)
 
     def _answers(self, table: Any) -> list[Any]:
-        """The answers of a batch.
-
-        Raises:
-            RunError: a row has another number of values than the model takes.
-        """
+        """The answers of a batch. Raises RunError: a row has another number of values than the model takes."""
         batch, wrong = self._batch(table), ""
         named: tuple[str, Tensor] | None = None
         try:
             with in_eval(self.module), self.autocast():
                 named = named_outputs(self.module, batch)
         except RuntimeError as error:
-            wrong = self._wrong_values(error, batch)
+            wrong = wrong_width(error, batch)
             if not wrong:
                 raise
         if named is None:  # no longer inside the handler: its frames hold the batch
@@ -297,20 +253,14 @@ class RowPredictor(Predictor):
         name, outputs = named
         return self._values(outputs.cpu(), rows(batch), scores=name == LOGITS)
 
-    def _wrong_values(self, error: RuntimeError, batch: Mapping[str, Any]) -> str:
-        """Why a batch failed, if it has another number of values than a layer takes; else ""."""
-        found = layer_mismatch(error)
-        if found is None:
-            return ""
-        given, wanted = found
-        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        name = next((name for name, value in tensors.items() if value[0].numel() == given), None)
-        return f"a layer got {given} values, it takes {wanted}" if name is None else mismatch(name, given, wanted)
-
     def _batch(self, table: Any) -> dict[str, Any]:
         from raytrain.data.sources.in_memory import table_split
 
-        split = table_split(convert(with_numbers(table, self.choice), self.choice, classes=None, key=KEY))
+        for name in self.columns:  # one cell that is no number makes a column of a CSV file text, as does keeping it
+            if is_text(table.schema.field(name).type):
+                column = typed(table[name], csv_kinds(table[name])[0])
+                table = table.set_column(table.schema.get_field_index(name), name, column)
+        split = table_split(convert(table, self.choice, classes=None, key=KEY))
         device = next(self.module.parameters()).device
         batch = dict(split.gather(np.arange(table.num_rows)))
         for name in batch.keys() & self.dtypes.keys():
@@ -321,12 +271,8 @@ class RowPredictor(Predictor):
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
     def _values(self, outputs: Tensor, count: int, *, scores: bool) -> list[Any]:
-        """One number in a row is a value, or a class if it is a whole number; several are the scores of classes, or the
-        values of a vector.
-
-        Args:
-            scores: they are logits, or what a module returned alone.
-        """
+        """One number in a row is a value, or a class if it is a whole number; several are the scores of classes, or
+        the values of a vector. `scores`: they are logits, or what a module returned alone."""
         if outputs.shape[:1] != (count,):
             raise ModelOutputError(
                 f"the model returned outputs of shape {tuple(outputs.shape)} for {counted(count, 'row')}"
@@ -362,17 +308,10 @@ def _as_trained(values: Any, dtype: torch.dtype) -> Any:
     return made if dtype.is_floating_point or torch.equal(made.to(values.dtype), values) else values
 
 
-def outputs_of(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return named_outputs(module, batch)[1]
-
-
 def named_outputs(module: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Tensor]:
     """What a module returns for a batch without labels, and its name: a tensor, the first of a tuple, the logits, or
     the only tensor of a dict that has a row for each row of the batch. A tensor without a name counts as logits.
-
-    Raises:
-        ModelOutputError: it returns none of these.
-    """
+    Raises ModelOutputError: it returns none of these."""
     named = _forward_names(module)
     given = {name: value for name, value in batch.items() if named is None or name in named}
     result = module(**given) if given else module(next(iter(batch.values())))
@@ -400,13 +339,11 @@ def takes_mask(module: nn.Module) -> bool:
 
 
 def takes_any(module: nn.Module, names: Sequence[str]) -> bool:
-    """Whether a module's forward has a parameter of one of these names."""
     taken = _forward_names(module)
     return taken is None or not taken.isdisjoint(names)
 
 
 def _forward_names(module: nn.Module) -> frozenset[str] | None:
-    """Parameters of a module's forward; None if it takes any."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
@@ -428,22 +365,12 @@ class Generate(Protocol):
 
 @dataclass
 class TextPredictor(Predictor):
-    """Prompts -> generated texts.
-
-    Attributes:
-        module: a causal language model.
-        codec: of its tokens.
-        prompt: column -> the text of a prompt (`raytrain.infer.model`).
-        context: most tokens that the model sees.
-        own_generate: continues prompts instead of `generate`.
-    """
-
-    module: nn.Module
-    codec: Codec
-    prompt: Any
+    module: nn.Module  # a causal language model
+    codec: Codec  # of its tokens
+    prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)
     sampling: Sampling
-    context: int | None = None
-    own_generate: Generate | None = None
+    context: int | None = None  # most tokens that the model sees
+    own_generate: Generate | None = None  # continues prompts instead of `generate`
     autocast: Autocast = nullcontext
     generates: ClassVar[bool] = True
 
@@ -514,7 +441,7 @@ class TextClassifier(Predictor):
             padded[row, : len(one)], mask[row, : len(one)] = torch.from_numpy(one.astype(np.int64)), 1
         device = next(self.module.parameters()).device
         with in_eval(self.module), self.autocast():
-            outputs = outputs_of(self.module, {"input_ids": padded.to(device), MASK: mask.to(device)})
+            _, outputs = named_outputs(self.module, {"input_ids": padded.to(device), MASK: mask.to(device)})
         if not torch.isfinite(outputs).all():
             raise RunError("the model returned outputs that are not finite")
         found = outputs.float().argmax(-1).tolist()

@@ -34,13 +34,10 @@ PRODUCTS = (
 def halve(module: nn.Module, dtype: torch.dtype, *, untie: bool = True) -> None:
     """Convert the float32 weights and biases of products to the format of autocast, in place.
 
-    Only in built-in language models and those of transformers, whose code uses them in products alone; a user's forward
-    may read a weight itself. Layers that others have changed, or that share a weight, stay as they are too.
-
-    Args:
-        module: for inference under autocast only; may be on the meta device.
-        untie: give a head that is tied to an embedding a copy, since rows are looked up in float32; else it stays tied.
-    """
+    Only in built-in language models and those of transformers, whose code uses them in products alone; a user's
+    forward may read a weight itself. Layers that others have changed, or that share a weight, stay as they are too.
+    `module`: for inference under autocast only; may be on the meta device. `untie`: give a head that is tied to an
+    embedding a copy, since rows are looked up in float32; else it stays tied."""
     source = type(module).__module__
     if not source.startswith("transformers.") and not (isinstance(module, GPT) and source.startswith(OWN)):
         return
@@ -76,13 +73,11 @@ class Int8Linear(nn.Module):
     """In place of an `nn.Linear`: x (..., in) -> (..., out).
 
     Attributes:
-        values: int8 (out, in).
-        scale: float32 (out,); a weight is its value times the scale of its output.
         dtype: of the weights that products use.
     """
 
-    values: Tensor
-    scale: Tensor
+    values: Tensor  # int8 (out, in)
+    scale: Tensor  # float32 (out,); a weight is its value times the scale of its output
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -113,20 +108,12 @@ class Int8Linear(nn.Module):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What int8 weights changed.
-
-    Attributes:
-        layers: number of linear layers in int8.
-        before, after: bytes of their weights.
-        rows: of the input that were answered with both weights; 0 if the float weights did not fit the device.
-        same: how many of the answers are the same: equal classes or texts, values within `CLOSE`.
-    """
-
-    layers: int
+    layers: int  # number of linear layers in int8
+    # before, after: bytes of their weights
     before: int
     after: int
-    rows: int = 0
-    same: int = 0
+    rows: int = 0  # of the input that were answered with both weights; 0 if the float weights did not fit the device
+    same: int = 0  # how many of the answers are the same: equal classes or texts, values within `CLOSE`
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -134,11 +121,7 @@ class Quantization:
 
 def quantize(module: nn.Module) -> Quantization:
     """Replace the linear layers of a module by `Int8Linear`, in place. A weight that another layer shares, such as a
-    head that is tied to the embedding, stays as it is.
-
-    Raises:
-        InputError: it has no linear layer.
-    """
+    head that is tied to the embedding, stays as it is. Raises InputError: it has no linear layer."""
     for part, name, child in list(_own_linears(module)):
         setattr(part, name, Int8Linear(child).train(child.training))
     found = quantization_of(module)
@@ -148,7 +131,6 @@ def quantize(module: nn.Module) -> Quantization:
 
 
 def saved_bytes(module: nn.Module) -> int:
-    """Bytes that `quantize` would save; the module may be on the meta device."""
     scale_bytes = 4
     return sum(
         (child.weight.element_size() - 1) * child.weight.numel() - scale_bytes * child.out_features
@@ -170,7 +152,6 @@ def _own_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]
 
 
 def quantization_of(module: nn.Module) -> Quantization | None:
-    """What `quantize` did to a module; None if nothing."""
     layers = [part for part in module.modules() if isinstance(part, Int8Linear)]
     if not layers:
         return None
@@ -179,11 +160,8 @@ def quantization_of(module: nn.Module) -> Quantization | None:
 
 
 def quantize_compared(predictor: Predictor, table: Any) -> Quantization:
-    """Quantize the module of a predictor in place, and compare its answers to some rows before and after.
-
-    Args:
-        table: Arrow table of the rows; those that cannot be answered are not compared.
-    """
+    """Quantize the module of a predictor in place, and compare its answers to some rows before and after. `table`:
+    Arrow table of the rows; those that cannot be answered are not compared."""
     sample = predictor.shortened(COMPARED_TOKENS)
     before = _answers(sample, table)
     found = quantize(predictor.module)

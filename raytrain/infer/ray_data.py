@@ -45,7 +45,6 @@ class UnitStarts:
         self._workers += 1
 
     def workers(self) -> int:
-        """How many workers have started."""
         return self._workers
 
     def begin(self, number: int) -> int:
@@ -58,12 +57,8 @@ class UnitActor:
     """An actor of the pool: a worker, or the first stage of a divided model with actors for the others.
 
     It returns errors instead of raising them: Ray passes on what its code raised as a text only, and of what kept it
-    from starting nothing.
-
-    Args:
-        starts: the `UnitStarts` actor.
-        cpus, gpus, accelerator: what each further stage needs, as for `run_units`.
-    """
+    from starting nothing. `starts`: the `UnitStarts` actor. `cpus`, `gpus`, `accelerator`: what each further stage
+    needs, as for `run_units`."""
 
     def __init__(self, work: Work, starts: Any, cpus: float, gpus: float, accelerator: str | None) -> None:
         import ray
@@ -114,11 +109,13 @@ class UnitActor:
             self._error = RunError(f"{self._lost} times in a row {what} ended before a unit was complete; {reason}")
 
     def _run(self, unit: Unit) -> str:
-        """The report of a unit as JSON, or the error."""
+        import ray
+
         written = None if self._starts is None else self._worker.written(unit)
         if written is not None:  # the process that this one replaces ended before its report had arrived
             return json.dumps(asdict(written))
-        if self._ends_each_time(unit):
+        # the first end is that of this actor's first process, which has not counted its units
+        if self._starts is not None and ray.get(self._starts.begin.remote(unit.number)) >= LOST_STARTS:
             return _encoded(
                 RunError(
                     f"the process of a worker ended {LOST_STARTS} times while it computed rows {unit.start:,} to "
@@ -138,16 +135,6 @@ class UnitActor:
             self._count_lost(reason)
             self._load()
         return _encoded(self._error)
-
-    def _ends_each_time(self, unit: Unit) -> bool:
-        """Whether processes ended in this unit `LOST_STARTS` times; the first end is that of this actor's first
-        process, which has not counted its units."""
-        import ray
-
-        if self._starts is None:
-            return False
-        starts: int = ray.get(self._starts.begin.remote(unit.number))
-        return starts >= LOST_STARTS
 
 
 def _as_own(error: Exception, what: str) -> RaytrainError:
@@ -189,7 +176,9 @@ def run_units(
 ) -> Iterator[UnitReport]:  # fmt: skip
     """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
 
-    A unit whose actor dies is computed again, up to `LOST_STARTS` times.
+    A unit whose actor dies is computed again, up to `LOST_STARTS` times. Raises RaytrainError: the model does not load
+    in an actor, a unit cannot be computed or ends its actor each time, or the cluster has no room for the stages of a
+    divided model, or the hosts of its experts.
 
     Args:
         workers: actors of the pool at most.
@@ -197,10 +186,6 @@ def run_units(
         cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
         accelerator: Ray's type of the GPU that each actor needs; None for any.
         told: is given a function that returns how many actors have started.
-
-    Raises:
-        RaytrainError: the model does not load in an actor, a unit cannot be computed or ends its actor each time, or
-            the cluster has no room for the stages of a divided model, or the hosts of its experts.
     """
     import ray
     from ray.data import ActorPoolStrategy

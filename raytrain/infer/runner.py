@@ -32,53 +32,32 @@ class TooManyFailures(RunError):
 
 @dataclass
 class RowResult:
-    """What became of one row.
-
-    Attributes:
-        prediction: None if the row failed.
-        error: why it failed, None if it did not.
-        seconds: of the batch that answered it, or of the attempts that failed.
-        batch_rows: rows of that batch.
-        tokens: of its answer, 0 where nothing is generated.
-        again: whether it was computed in a smaller batch than planned, after an error.
-    """
-
-    prediction: Any = None
-    error: str | None = None
-    seconds: float = 0.0
-    batch_rows: int = 0
-    tokens: int = 0
-    again: bool = False
+    prediction: Any = None  # None if the row failed
+    error: str | None = None  # why it failed, None if it did not
+    seconds: float = 0.0  # of the batch that answered it, or of the attempts that failed
+    batch_rows: int = 0  # rows of that batch
+    tokens: int = 0  # of its answer, 0 where nothing is generated
+    again: bool = False  # whether it was computed in a smaller batch than planned, after an error
 
     @property
     def status(self) -> str:
-        """`ok` or `failed`."""
         return OK if self.error is None else FAILED
 
 
 @dataclass
 class UnitRunner:
-    """Runs units with one loaded model.
-
-    Attributes:
-        batch_size: rows of a batch; less once memory was too small for one.
-        most_failed: failed rows that end the job (`infer.max_failures`); a unit with more of them is given up, so that
-            a model that fails for every row is not tried with every one.
-        on_rows: called after each batch with the unit and how many of its rows are done.
-        batches_at_once: computed by as many threads; more than one for a model over stages.
-        remote: parts of the model that other processes hold.
-        out_of_memory: batches that ran out of memory so far.
-    """
-
     predictor: Predictor
     rows: InputRows
-    batch_size: int
+    batch_size: int  # rows of a batch; less once memory was too small for one
+    # failed rows that end the job (`infer.max_failures`); a unit with more of them is given up, so that a model that
+    # fails for every row is not tried with every one
     most_failed: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # called after each batch with the unit and how many of its rows are done
     on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
-    batches_at_once: int = 1
-    remote: RemoteState = field(default_factory=RemoteState)
-    out_of_memory: int = field(default=0, init=False)
+    batches_at_once: int = 1  # computed by as many threads; more than one for a model over stages
+    remote: RemoteState = field(default_factory=RemoteState)  # parts of the model that other processes hold
+    out_of_memory: int = field(default=0, init=False)  # batches that ran out of memory so far
     _tried: bool = field(default=False, init=False, repr=False)
 
     def run(self, unit: Unit, columns: Sequence[str] | None = None) -> tuple[Any, list[RowResult]]:
@@ -144,10 +123,7 @@ class UnitRunner:
 
     def predict(self, predictor: Predictor, table: Any, numbers: Sequence[int]) -> Answers:
         """The answers of a batch; at an error also the other processes of the model are ready for the next one.
-
-        Raises:
-            OutOfMemory: one of them ran out of memory, so that its answers are none.
-        """
+        Raises OutOfMemory: one of them ran out of memory, so that its answers are none."""
         try:
             answers = predictor.predict(table, numbers)
         except StateLost:
@@ -164,12 +140,9 @@ class UnitRunner:
 
 
 def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int]) -> bool:
-    """Free what a failed batch holds in the frames of its error; returns whether it ran out of memory.
-
-    Raises:
-        RunError: the error ended the GPU's context. Every later call of this process would fail as well, so that no row
-            can be distinguished.
-    """
+    """Free what a failed batch holds in the frames of its error; returns whether it ran out of memory. Raises
+    RunError: the error ended the GPU's context. Every later call of this process would fail as well, so that no row
+    can be distinguished."""
     out_of_memory, lost = is_out_of_memory(error, device=device), None
     if not out_of_memory and isinstance(error, torch.AcceleratorError):
         lost = error
@@ -191,10 +164,7 @@ def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int])
 
 def check_model(runner: UnitRunner) -> None:
     """Answer rows at equal distances over the whole input, each alone, until one of them shows that the model works.
-
-    Raises:
-        InputError: every one of them failed at the same place of the model's code, so that no row is the cause.
-    """
+    Raises InputError: every one of them failed at the same place of the model's code, so that no row is the cause."""
     predictor, total = runner.predictor.shortened(1), runner.rows.rows
     first: InputError | None = None
     for row in sorted({at * total // TRIED_ROWS for at in range(TRIED_ROWS)}):

@@ -34,17 +34,11 @@ MOST_OTHER = 10
 
 @dataclass
 class TableFigures:
-    """Figures of all rows, from one table after another; memory grows with the number of batches, not of rows.
+    """Figures of all rows, from one table after another; memory grows with the number of batches, not of rows."""
 
-    Attributes:
-        label: the column with right answers, None if there is none.
-        as_csv: whether its values are the texts of cells of CSV files.
-        known: the classes of the model.
-    """
-
-    label: str | None
-    as_csv: bool = False
-    known: KnownClasses | None = None
+    label: str | None  # the column with right answers, None if there is none
+    as_csv: bool = False  # whether its values are the texts of cells of CSV files
+    known: KnownClasses | None = None  # the classes of the model
     rows: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     again: int = field(default=0, init=False)
@@ -64,19 +58,14 @@ class TableFigures:
         first = np.argsort(-seconds, kind="stable")[:SLOWEST]
         found = [(float(seconds[at]), _id(table["id"][int(at)])) for at in first]
         self._slowest = sorted([*self._slowest, *found], key=lambda one: -one[0])[:SLOWEST]
-        self._add_failures(table)
-        if self.label is not None:
-            self._score(table[self.label], table["prediction"])
-
-    def _add_failures(self, table: Any) -> None:
         errors = table["error"]
-        if errors.null_count == table.num_rows:
-            return
-        for row, error in enumerate(errors.to_pylist()):
+        for row, error in enumerate(errors.to_pylist() if errors.null_count < table.num_rows else ()):
             if error is not None:
                 self._errors[error.partition(":")[0]] += 1
                 if len(self._failures) < FAILURES:
                     self._failures.append({"id": _id(table["id"][row]), "error": error})
+        if self.label is not None:
+            self._score(table[self.label], table["prediction"])
 
     def _score(self, labels: Any, predictions: Any) -> None:
         import pyarrow as pa
@@ -94,19 +83,16 @@ class TableFigures:
 
     def figures(self) -> dict[str, Any]:
         values, counts = (np.concatenate(one) for one in zip(*self._seconds, strict=True))
+        quality = self._quality
+        if self.as_csv and isinstance(quality, ClassQuality) and self.known is None:
+            quality = quality.as_csv()
         return {
             "rows": self.rows, "tokens": self.tokens, "computed_again": self.again,
             "latency_s": {"p50": quantile(values, counts, 0.5), "p95": quantile(values, counts, 0.95)},
             "slowest": [{"id": name, "seconds": seconds} for seconds, name in self._slowest],
             "failures": self._failures, "errors": dict(self._errors.most_common()),
-            "quality": None if self._quality is None else self._read().figures(),
+            "quality": None if quality is None else quality.figures(),
         }  # fmt: skip
-
-    def _read(self) -> ClassQuality | ValueQuality:
-        assert self._quality is not None
-        if self.as_csv and isinstance(self._quality, ClassQuality) and self.known is None:
-            return self._quality.as_csv()
-        return self._quality
 
 
 def _id(value: Any) -> Any:
@@ -187,17 +173,12 @@ def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class KnownClasses:
-    """The classes that a model answers with, and which of them a label of the input is, as in training.
+    """The classes that a model answers with, and which of them a label of the input is, as in training."""
 
-    Attributes:
-        count: how many.
-        names: in the order of their numbers; None where the labels in training were whole numbers, true or false.
-        numbered: whether labels may be the numbers of the names.
-    """
-
-    count: int
+    count: int  # how many
+    # in the order of their numbers; None where the labels in training were whole numbers, true or false
     names: tuple[str, ...] | None = None
-    numbered: bool = False
+    numbered: bool = False  # whether labels may be the numbers of the names
 
     def read(self, label: Any) -> str | None:
         """The class of a label, as a prediction of it is as text; None if it is none."""
@@ -260,16 +241,12 @@ def check_labels(rows: InputRows, column: str, known: KnownClasses) -> None:
 
 @dataclass
 class ClassQuality:
-    """Counts of (right class, predicted class), from which all figures follow. Classes are compared as texts.
-
-    Attributes:
-        counts: (label, prediction) -> rows; a failed row, or a prediction that is no label, counts as `unknown`.
-        known: the classes of the model: labels are read as these.
-    """
+    """Counts of (right class, predicted class), from which all figures follow. Classes are compared as texts."""
 
     labels: set[str] = field(default_factory=set)
+    # (label, prediction) -> rows; a failed row, or a prediction that is no label, counts as `unknown`
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    known: KnownClasses | None = None
+    known: KnownClasses | None = None  # the classes of the model: labels are read as these
     _read: dict[Any, str | None] = field(default_factory=dict, init=False, repr=False)
 
     def add(self, label: Any, prediction: Any) -> None:
@@ -346,7 +323,6 @@ class ValueQuality:
     squared: float = 0.0
 
     def add(self, label: Any, prediction: Any) -> None:
-        """One row; a row without a label is left out."""
         if label is None:
             return
         if prediction is None or isinstance(prediction, list):  # a vector has no error against one value
@@ -360,23 +336,12 @@ class ValueQuality:
         self.rows, self.absolute, self.squared = self.rows + 1, self.absolute + abs(error), self.squared + error**2
 
     def figures(self) -> dict[str, Any]:
-        """Mean absolute error, and the root of the mean squared error."""
         if not self.rows:
             return {"rows": 0, "failed": self.failed}
-        root = math.sqrt(self.squared / self.rows)
         return {
-            "rows": self.rows,
-            "failed": self.failed,
-            "mean_absolute_error": self.absolute / self.rows,
-            "rmse": root,
-        }
-
-
-def quality_of(pairs: Iterable[tuple[Any, Any]], *, values: bool) -> dict[str, Any]:
-    measured: ClassQuality | ValueQuality = ValueQuality() if values else ClassQuality()
-    for label, prediction in pairs:
-        measured.add(label, prediction)
-    return measured.figures()
+            "rows": self.rows, "failed": self.failed, "mean_absolute_error": self.absolute / self.rows,
+            "rmse": math.sqrt(self.squared / self.rows),
+        }  # fmt: skip
 
 
 def _mean(values: Iterable[float]) -> float:

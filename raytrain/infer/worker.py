@@ -26,35 +26,24 @@ from raytrain.trainable import RemoteState
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker of a job gets; can be pickled.
-
-    Attributes:
-        parts: the folder of the units' files.
-        batch_size: rows of a batch.
-        most_failed: failed rows that end the job.
-        threads: CPU threads of a worker, or of each of its stages; None leaves torch's.
-        job: `digest_of` the job.
-        import_path: folder of the user's code.
-        memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU.
-        processes: workers that share the memory of a machine.
-        split: how a model that does not fit one device is divided; None for a whole copy in each worker.
-        hosts: processes beside each worker that hold its experts, which the model's builder starts; 0 for none.
-    """
+    """What every worker of a job gets; can be pickled."""
 
     model: InferenceModel
     infer: InferConfig
     rows: InputRows
-    parts: str
-    batch_size: int
-    most_failed: int
-    threads: int | None = None
-    job: str = ""
+    parts: str  # the folder of the units' files
+    batch_size: int  # rows of a batch
+    most_failed: int  # failed rows that end the job
+    threads: int | None = None  # CPU threads of a worker, or of each of its stages; None leaves torch's
+    job: str = ""  # `digest_of` the job
+    # memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU
     memory_fraction: float = 1.0
     memory_limit: int | None = None
-    processes: int = 1
+    processes: int = 1  # workers that share the memory of a machine
+    # how a model that does not fit one device is divided; None for a whole copy in each worker
     split: StageSplit | None = None
-    hosts: int = 0
-    import_path: str = "."
+    hosts: int = 0  # processes beside each worker that hold its experts, which the model's builder starts; 0 for none
+    import_path: str = "."  # folder of the user's code
 
     @property
     def processes_of_worker(self) -> int:
@@ -64,16 +53,13 @@ class Work:
 
 @dataclass
 class InferenceWorker:
-    """Computes units; the first call loads the model.
-
-    Attributes:
-        on_rows: called after each batch with the unit and how many of its rows are done.
-        connect: returns the pipeline of a divided model's stages; by default all are in this process.
-    """
+    """Computes units; the first call loads the model."""
 
     work: Work
     name: str
+    # called after each batch with the unit and how many of its rows are done
     on_rows: Callable[[Unit, int], None] = field(default=lambda unit, rows: None)
+    # returns the pipeline of a divided model's stages; by default all are in this process
     connect: Callable[[], StagePipeline] | None = None
     load_s: float = field(default=0.0, init=False)
     _runner: UnitRunner | None = field(default=None, init=False, repr=False)
@@ -92,7 +78,10 @@ class InferenceWorker:
             module: nn.Module | None = None
             remote = RemoteState()
             if work.split is not None:
-                module = self._split_module(work.split)
+                connect = self.connect or partial(local_pipeline, work.model, work.split, threads=work.threads)
+                self._pipeline = connect()
+                skeleton = skeleton_of(work.model).module
+                module = SplitModule(skeleton, self._pipeline, inflight=work.split.inflight)
             elif work.hosts:
                 module, remote = work.model.beside_others()
             predictor = work.model.load(work.infer, work.rows.schema, module)
@@ -114,18 +103,9 @@ class InferenceWorker:
             self.load_s = time.perf_counter() - began
         return self._runner
 
-    def _split_module(self, split: StageSplit) -> SplitModule:
-        work = self.work
-        connect = self.connect or partial(local_pipeline, work.model, split, threads=work.threads)
-        self._pipeline = connect()
-        return SplitModule(skeleton_of(work.model).module, self._pipeline, inflight=split.inflight)
-
     def close(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
-
-    def _stage_times(self) -> str:
-        return "" if self._pipeline is None else json.dumps(asdict(self._pipeline.take_times()))
 
     def run(self, unit: Unit) -> UnitReport:
         """Compute a unit and write its file, unless more rows of it fail than the job allows."""
@@ -145,7 +125,8 @@ class InferenceWorker:
         report = UnitReport(
             unit.number, unit.rows, sum(result.error is not None for result in results),
             sum(result.tokens for result in results), time.perf_counter() - began, self.name, self.load_s,
-            runner.out_of_memory - shortages, begin, time.time(), self._stage_times(), self._quantized,
+            runner.out_of_memory - shortages, begin, time.time(),
+            "" if self._pipeline is None else json.dumps(asdict(self._pipeline.take_times())), self._quantized,
         )  # fmt: skip
         write_part(self.work.parts, unit, table.select(kept), results, ids=ids, report=report, job=self.work.job)
         return replace(report, seconds=time.perf_counter() - began, end=time.time())

@@ -131,7 +131,6 @@ class KeyValueCache:
         return x_BSD
 
     def advance(self) -> None:
-        """Count the tokens of a pass."""
         if self.is_empty:
             self.lengths = list(self._prompts)
             self.positions_B = torch.tensor(self.lengths, device=self.positions_B.device)

@@ -24,15 +24,9 @@ Block = tuple[str, nn.Module]
 
 
 def blocks_of(trainable: Trainable, *, key: str) -> list[Block]:
-    """Return the blocks of a trainable's module in model order; never empty.
-
-    Args:
-        key: the config key that needs them, named in errors.
-
-    Raises:
-        InputError: there are no named or repeated blocks, a name does not exist, blocks are nested, or blocks of the
-            same class are missing.
-    """
+    """Return the blocks of a trainable's module in model order; never empty. `key`: the config key that needs them,
+    named in errors. Raises InputError: there are no named or repeated blocks, a name does not exist, blocks are
+    nested, or blocks of the same class are missing."""
     module, given = trainable.module, trainable.blocks
     if given is None:
         found = repeated(module)

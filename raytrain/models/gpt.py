@@ -162,11 +162,8 @@ def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 def language_loss(module: nn.Module, batch: Batch, *optional: str) -> LossOutput:
-    """Loss of one batch {"input_ids", "labels"}; next-token accuracy in evaluation only.
-
-    Args:
-        optional: further keys that the module takes, passed on where the batch has them.
-    """
+    """Loss of one batch {"input_ids", "labels"}; next-token accuracy in evaluation only. `optional`: further keys
+    that the module takes, passed on where the batch has them."""
     need_keys(batch, "input_ids", "labels")
     further = {name: batch[name] for name in optional if name in batch}
     out = module(input_ids=batch["input_ids"], labels=batch["labels"], **further)

@@ -58,11 +58,8 @@ def check_installed(builder: str) -> None:
 
 
 def read_config(path: Any) -> dict[str, Any]:
-    """Return the config.json of a transformers folder.
-
-    Raises:
-        InputError: `path` is not such a folder; nothing is downloaded.
-    """
+    """Return the config.json of a transformers folder. Raises InputError: `path` is not such a folder; nothing is
+    downloaded."""
     if not isinstance(path, str) or not path:
         raise InputError("model.path", got=repr(path), expected=FOLDER_EXPECTED)
     if not os.path.isdir(path):
@@ -129,13 +126,9 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def folder_facts(builder: str | None, keys: Mapping[str, Any]) -> ModelFacts | None:
-    """Return the sizes of a model in a folder, from the headers of its files.
-
-    Returns:
-        None for any other builder, and for random weights, which have no file.
-    Raises:
-        InputError: an unknown or missing key, no such folder, or no weights in it.
-    """
+    """Return the sizes of a model in a folder, from the headers of its files. Returns None for any other builder,
+    and for random weights, which have no file. Raises InputError: an unknown or missing key, no such folder, or no
+    weights in it."""
     if builder not in KEYS:
         return None
     accepted = KEYS[builder]
@@ -272,12 +265,8 @@ def pad_id(tokenizer: Any) -> int:
 def encode_rows(
     tokenizer: Any, texts: Sequence[str], *, special: bool, max_length: int | None = None
 ) -> list[np.ndarray]:
-    """Return the tokens of each text, int32.
-
-    Args:
-        special: add the tokenizer's special tokens.
-        max_length: truncate to this length; the tokenizer keeps its special tokens at the end.
-    """
+    """Return the tokens of each text, int32. `special`: add the tokenizer's special tokens. `max_length`: truncate
+    to this length; the tokenizer keeps its special tokens at the end."""
     import numpy as np  # here: the keys above are read with every job
 
     cut = {} if max_length is None else {"truncation": True, "max_length": max_length}

@@ -30,13 +30,8 @@ def check_keys(
     ours: Iterable[str] = (),
 ) -> None:
     """Check that a function accepts the keys of its section, without calling it; arguments as for `call_builder`.
-
-    Args:
-        ours: raytrain's own keys that the section sets (`OpenSection.given`), which are not passed on.
-
-    Raises:
-        InputError: the first key that it does not accept, or a key of raytrain that is also a parameter of it.
-    """
+    `ours`: raytrain's own keys that the section sets (`OpenSection.given`), which are not passed on. Raises
+    InputError: the first key that it does not accept, or a key of raytrain that is also a parameter of it."""
     parameters, filled = _parameters(function), set(sections)
     accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for taken in sorted(set(ours) & set(accepted)):
@@ -63,18 +58,17 @@ def call_builder(
 ) -> Any:
     """Call a builder or dataset function with the keys of its section.
 
-    Nothing else of the job is passed: a parameter named `seed` or `name` is the function's own.
+    Nothing else of the job is passed: a parameter named `seed` or `name` is the function's own. Raises InputError: an
+    unknown key, a missing one, or a ValueError or TypeError raised by the function.
 
     Args:
         function: the result of `resolve`.
         keys: the section's keys other than those of the framework; each is passed as a keyword argument.
         sections: other sections by name (`experts`), passed to parameters of these names that are not given as keys.
         vocab_size: shorthand for source_facts["vocab_size"].
-        source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to
-            parameters of these names that are not given.
+        source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to parameters of
+            these names that are not given.
         key: name of the section in messages.
-    Raises:
-        InputError: an unknown key, a missing one, or a ValueError or TypeError raised by the function.
     """
     known = dict(source_facts or {})
     if vocab_size is not None:
@@ -93,18 +87,23 @@ def call_builder(
         )
         if needed and parameter.name not in arguments:
             raise missing_key(key, parameter.name, name, accepted)
-    return _call(function, arguments, name, key)
+    try:
+        return function(**arguments)
+    except RaytrainError:
+        raise
+    except SizeError as error:
+        raise InputError(f"{key}.{error.key}", got=error.got, expected=error.expected) from error
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            key, got=f"{type(error).__name__} from {name}: {error}", expected="keys that it accepts",
+            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}; {raised_at(error)}",
+        ) from error  # fmt: skip
 
 
 def to_trainable(result: Any, *, key: str = "model.builder") -> Trainable:
-    """Return a builder's result as a Trainable; an `nn.Module` is wrapped by the convention of transformers.
-
-    Args:
-        key: where it comes from, "model.builder" or "model.module".
-
-    Raises:
-        InputError: it is anything else; the error names `key`.
-    """
+    """Return a builder's result as a Trainable; an `nn.Module` is wrapped by the convention of transformers. `key`:
+    where it comes from, "model.builder" or "model.module". Raises InputError: it is anything else; the error names
+    `key`."""
     from torch import nn
 
     from raytrain.trainable import Trainable
@@ -126,22 +125,6 @@ def to_trainable(result: Any, *, key: str = "model.builder") -> Trainable:
             expected, remedy = "an instance of it", f"write {result.__name__}(), with parentheses"
     got = f"a builder that returned {seen}" if key == "model.builder" else seen
     raise InputError(key, got=got, expected=expected, remedy=remedy)
-
-
-def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, key: str) -> Any:
-    try:
-        return function(**arguments)
-    except RaytrainError:
-        raise
-    except SizeError as error:
-        raise InputError(f"{key}.{error.key}", got=error.got, expected=error.expected) from error
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            key,
-            got=f"{type(error).__name__} from {name}: {error}",
-            expected="keys that it accepts",
-            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}; {raised_at(error)}",
-        ) from error
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -39,11 +40,7 @@ class SizeError(ValueError):
         super().__init__(mismatch(key, got=got, expected=expected))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_size_error, (self.key, self.got, self.expected))
-
-
-def _rebuild_size_error(key: str, got: str, expected: str) -> SizeError:
-    return SizeError(key, got=got, expected=expected)
+        return partial(SizeError, self.key, got=self.got, expected=self.expected), ()
 
 
 def check_counts(**values: Any) -> None:
@@ -72,7 +69,6 @@ def check_dropout(dropout: Any) -> None:
 def check_gpt(
     *, layers: Any, heads: Any, width: Any, context: Any, dropout: Any, vocab_size: Any, window: Any = None
 ) -> None:
-    """Raise SizeError for invalid keys of `gpt`."""
     check_counts(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
     check_counts(window=1 if window is None else window)
     if width % heads:
@@ -234,16 +230,13 @@ DENSE_BUILDERS = {
 
 
 def model_facts(builder: str, keys: Mapping[str, Any], source_facts: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in dense model.
+    """Sizes of a built-in dense model. Returns None for any other builder, and if a size is known only once the source
+    is opened. Raises InputError: an unknown key, a missing one, or an invalid value.
 
     Args:
         builder: "module:function".
         keys: the section's keys other than those of the framework.
         source_facts: vocab_size, num_features, num_classes and image_shape, as far as the source knows them.
-    Returns:
-        None for any other builder, and if a size is known only once the source is opened.
-    Raises:
-        InputError: an unknown key, a missing one, or an invalid value.
     """
     known = DENSE_BUILDERS.get(builder)
     return known_facts(builder, known, keys, source_facts) if known else None

@@ -81,24 +81,10 @@ def quiet() -> Iterator[Any]:
             logging.enable_progress_bar()
 
 
-def open_config(path: str) -> Any:
-    """Return the config of a folder. Raises InputError for a model that this version of transformers does not know."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        expected = "a model that this version of transformers knows"
-        raise InputError("model.path", got=f"{path}: {first_line(error)}", expected=expected) from error
-
-
 def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> PreTrainedModel:
-    """Load a module in float32 without a key-value cache; on the meta device, from config and headers alone.
-
-    Args:
-        auto: the transformers class for the task.
-        head: tensors outside the model's trunk may be missing or of another size; they are initialised randomly.
-    """
+    """Load a module in float32 without a key-value cache; on the meta device, from config and headers alone. `auto`:
+    the transformers class for the task. `head`: tensors outside the model's trunk may be missing or of another size;
+    they are initialised randomly."""
     if init not in ("weights", "random"):
         raise SizeError("init", got=repr(init), expected="weights or random")
     on_meta = torch.get_default_device().type == "meta"
@@ -141,20 +127,15 @@ def exporter(module: PreTrainedModel, path: str | None = None) -> Callable[[dict
     """Return `Trainable.export` for a module: it writes the config, and the weights under transformers' names.
 
     The state may be that of a module that wraps this one. `export.misfit(names)` says why a state is neither.
-
-    Args:
-        path: the folder that the weights come from: its half-precision tensors are written in its format.
-    """
+    `path`: the folder that the weights come from: its half-precision tensors are written in its format."""
     stored = {} if path is None else find_weights(path, key="model.path").dtypes
     usual = next((dtype for dtype, _ in Counter(stored.values()).most_common(1)), "")
     own = list(module.state_dict())
 
     def prefix_of(names: Collection[str]) -> str:
-        return (
-            ""
-            if own[0] in names
-            else next((name.removesuffix(own[0]) for name in names if name.endswith(f".{own[0]}")), "")
-        )
+        if own[0] in names:
+            return ""
+        return next((name.removesuffix(own[0]) for name in names if name.endswith(f".{own[0]}")), "")
 
     def misfit(names: Collection[str]) -> dict[str, list[str]]:
         prefix = prefix_of(names)
@@ -173,22 +154,19 @@ def exporter(module: PreTrainedModel, path: str | None = None) -> Callable[[dict
                 module.save_pretrained(folder, state_dict=whole, max_shard_size=2**62)
             finally:
                 module.config.use_cache = False
-        if usual in HALF:
-            _say_dtype(os.path.join(folder, "config.json"), str(HALF[usual]).removeprefix("torch."))
+        if usual not in HALF:
+            return
+        with open(os.path.join(folder, "config.json"), "r+", encoding="utf-8") as file:
+            config = json.load(file)  # it has the dtype of the module in training; transformers loads in it
+            for part in (config, *config.values()):
+                if isinstance(part, dict) and "dtype" in part:
+                    part["dtype"] = str(HALF[usual]).removeprefix("torch.")
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     export.misfit = misfit  # pyright: ignore[reportFunctionMemberAccess]  (asked before the first step)
     return export
-
-
-def _say_dtype(path: str, dtype: str) -> None:
-    """Write the weights' dtype into a config, which has that of the module in training; transformers loads in it."""
-    with open(path, encoding="utf-8") as file:
-        config = json.load(file)
-    for part in (config, *config.values()):
-        if isinstance(part, dict) and "dtype" in part:
-            part["dtype"] = dtype
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def translator(module: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -340,7 +318,13 @@ def _trainable(
 
 def _config(path: str, *, vocab_size: int | None) -> Any:
     """Return the folder's config after checking that its vocabulary covers that of the data."""
-    config = open_config(path)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = "a model that this version of transformers knows"
+        raise InputError("model.path", got=f"{path}: {first_line(error)}", expected=expected) from error
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and rows is not None and vocab_size > rows:
         seen = f"{vocab_size:,} tokens in the data"

@@ -168,7 +168,7 @@ def build_trainable(
         InputError: the builder cannot be imported, does not accept the keys or does not return a module, or the
             weights do not fit.
     """
-    weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
+    weights = StartingWeights(job_model.init_from) if initial and job_model.init_from is not None else None
     if job_model.module is not None:
         trainable = to_trainable(job_model.module, key="model.module")
     else:

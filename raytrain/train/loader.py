@@ -21,10 +21,17 @@ from raytrain.data.prefetch import (
     PendingBatch,
     Prefetcher,
     prefetch,
-    prefetched_results,
 )
 from raytrain.data.prepare import DataPlan, InputWriteGuard, open_pool, reads_items, verify_placement
-from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, padding_waste, part_of_rank, rank_micro_batches
+from raytrain.data.rows.batches import (
+    Cursor,
+    GlobalBatch,
+    StepBatches,
+    known_lengths,
+    padding_waste,
+    part_of_rank,
+    rank_micro_batches,
+)
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.float64 import Float64Columns
 from raytrain.data.rows.map_style import gathered
@@ -98,7 +105,6 @@ class BatchLoader:
             micro_batch=settings.micro_batch or job.plan.micro_batch_size.candidates[-1],  # the largest, until measured
             rank=workers.rank,
             world_size=workers.world_size,
-            storage=None,
             tokens_per_batch=settings.tokens_per_batch,
             drop_last=job.data.drop_last,
         )
@@ -110,9 +116,7 @@ class BatchLoader:
         copied = data.storage in ("pinned", "partial") or (data.storage == "resident" and weight is not None)
         # a dataset read in this process shares its random generators with the model: never prefetch its rows
         ahead = on_gpu(device) and copied and (pool or not reads_items(source))
-        uploads: BatchUploader[MicroBatch] | None = (
-            BatchUploader(device, parts=lambda micro: micro.batch) if ahead else None
-        )
+        uploads: BatchUploader[MicroBatch] | None = BatchUploader(device) if ahead else None
         whole = (
             whole or job.loop.micro_batch_size == "whole"
         )  # the loss of an evaluation is of as many rows as in training
@@ -126,8 +130,7 @@ class BatchLoader:
         cursor, lengths, longest = Cursor(), [], 1
         while cursor.epoch == 0 and len(lengths) < WASTE_BATCHES:
             indices, cursor = self.batches.global_batch(cursor)
-            found = self.batches.split.lengths(indices)
-            assert found is not None, "checked before the start (check_budget)"
+            found = known_lengths(self.batches.split, indices)
             lengths.append(found)
             longest = max(longest, int(found.max()))
         rows = max(1, budget // longest)
@@ -195,12 +198,17 @@ class BatchLoader:
         """Yield this rank's share of the eval split, in file order. `limit` counts global batches, so the scored rows
         depend neither on the number of workers nor on the micro-batch size."""
         guard = self._guard(split, "eval")
-        wanted = (BatchRequest("eval", 0, own) for own in self._eval_indices(split, limit))
+        wanted = [BatchRequest("eval", 0, own) for own in self._eval_indices(split, limit)]
         if self._ahead is None:
             for one in wanted:
                 yield self._guarded(guard, self._gather(split, one))
             return
-        yield from prefetched_results(self._prefetch(split, wanted))
+        ahead = Prefetcher(partial(self._prefetch, split))
+        try:
+            for one in wanted:
+                yield ahead.take(one, then=lambda: iter(wanted))
+        finally:
+            ahead.stop()
 
     def _eval_indices(self, split: Split, limit: int | None) -> list[np.ndarray]:
         batches, rows = self.batches, self._scored(split, limit)

@@ -126,7 +126,7 @@ def copies_of_epochs(storage: Any) -> TransferCounts:
     device = torch.device("meta")
     source = memory_source(class_rows(64), None, fraction=0.0)
     source = prepare_source(source, DataPlan(storage), device=device, report=lambda kind, **fields: None)
-    batches = StepBatches(source.train, seed=0, global_batch_size=16, micro_batch=8, device="meta")
+    batches = StepBatches(source.train, seed=0, global_batch_size=16, micro_batch=8)
     loader, before, cursor = (
         BatchLoader(batches, device=device, weight=None, dtype=torch.float32),
         replace(TRANSFERS),

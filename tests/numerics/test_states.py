@@ -32,7 +32,7 @@ def test_a_resumed_run_has_the_losses_and_the_state_of_the_unbroken_one(
     assert 3 <= begun < states.STEPS and resumed[0]["losses"] == whole[0]["losses"][begun:]
     assert resumed[0]["state"] == whole[0]["state"]
     fresh = states.made(kind)
-    StartingWeights.at(whole[0]["exported"]).fill(fresh)
+    StartingWeights(whole[0]["exported"]).fill(fresh)
     assert digest(fresh.state_dict()) == whole[0]["state"], "an export starts another run with the whole state"
     other = states.made(kind)
     other.load_state_dict(StoredTensors(whole[0]["exported"]).read_all())
@@ -41,7 +41,7 @@ def test_a_resumed_run_has_the_losses_and_the_state_of_the_unbroken_one(
     earlier = states.made(kind)
     load_module(earlier, read_weights(kept).tensors)
     from_checkpoint = states.made(kind)
-    StartingWeights.at(kept).fill(from_checkpoint)
+    StartingWeights(kept).fill(from_checkpoint)
     assert digest(earlier.state_dict()) == digest(from_checkpoint.state_dict()) != whole[0]["state"]
     if kind == "counting":  # each worker runs 4 micro-batches of 2 rows in a step, or half of them
         assert fresh.layers[1].seen == states.STEPS * 4 // world_size  # pyright: ignore

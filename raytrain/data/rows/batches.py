@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from raytrain.data.rows.contract import Batch, Order, Split
-from raytrain.data.rows.residency import Storage, place_split
+from raytrain.data.rows.contract import Order, Split
 from raytrain.errors import InputError
 from raytrain.plan.shares import Shares
 
@@ -25,12 +23,8 @@ def cut_by_tokens(lengths: np.ndarray, *, budget: int, most_rows: int) -> list[n
     """Return the positions of the rows of each micro-batch, shortest rows first.
 
     The number of rows times the longest row is at most `budget`; a row longer than that is a micro-batch by itself.
-    A pure function with the same result on every worker.
-
-    Args:
-        lengths: tokens of each row.
-        most_rows: maximum rows of one micro-batch.
-    """
+    A pure function with the same result on every worker. `lengths`: tokens of each row. `most_rows`: maximum rows of
+    one micro-batch."""
     order = np.argsort(lengths, kind="stable")
     parts, first = [], 0
     for index, length in enumerate(lengths[order].tolist()):
@@ -52,13 +46,10 @@ class PaddingWaste(NamedTuple):
 
 def padding_waste(windows: Sequence[np.ndarray], *, budget: int, most_rows: int, fixed_rows: int) -> PaddingWaste:
     """Compare padding in these windows (tokens of each row) with a budget and with `fixed_rows` rows in order."""
-    by_budget = [part for window in windows for part in _parts(window, budget, most_rows)]
+    cut = [(window, cut_by_tokens(window, budget=budget, most_rows=most_rows)) for window in windows]
+    by_budget = [window[part] for window, parts in cut for part in parts]
     by_rows = [window[at : at + fixed_rows] for window in windows for at in range(0, len(window), fixed_rows)]
     return PaddingWaste(_waste(by_budget), _waste(by_rows), len(by_budget), len(by_rows))
-
-
-def _parts(window: np.ndarray, budget: int, most_rows: int) -> list[np.ndarray]:
-    return [window[part] for part in cut_by_tokens(window, budget=budget, most_rows=most_rows)]
 
 
 def _waste(parts: Sequence[np.ndarray]) -> float:
@@ -66,12 +57,16 @@ def _waste(parts: Sequence[np.ndarray]) -> float:
     return 1.0 - sum(int(part.sum()) for part in parts) / computed if computed else 0.0
 
 
-def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> None:
-    """Check that rows of these splits can be grouped by tokens.
+def known_lengths(split: Split, indices: np.ndarray) -> np.ndarray:
+    """Tokens of each of these rows, where `check_budget` has found that the split knows them."""
+    lengths = split.lengths(indices)
+    assert lengths is not None, "checked before the start (check_budget)"
+    return lengths
 
-    Raises:
-        InputError: row lengths are not known in advance, or a training row is longer than the budget.
-    """
+
+def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> None:
+    """Check that rows of these splits can be grouped by tokens. Raises InputError: row lengths are not known in
+    advance, or a training row is longer than the budget."""
     if budget is None:
         return
     for name, split in (("train", train), ("eval", evaluation)):
@@ -145,16 +140,9 @@ class StepBatches:
         global_batch_size: rows of one step over all ranks.
         micro_batch: maximum rows of one forward pass.
         rank, world_size: this worker's rank and the number of workers.
-        device: device of the batches.
-        storage, resident_rows: where rows are stored (`raytrain.data.rows.residency.place_split`); None leaves them
-            in place.
-        tokens_per_batch: micro-batches are formed by a token budget, with at most `micro_batch` rows each
-            (`raytrain.data.rows.batches`); None = by rows, in order.
+        tokens_per_batch: micro-batches are formed by a token budget, with at most `micro_batch` rows each; None = by
+            rows, in order.
         drop_last: leave out the rows at the end of an epoch that do not fill a global batch.
-
-    `shares` may be set to divide global batches unequally; None while all workers take the same number of rows.
-    `budget_part` (a, b) may
-    be set after memory ran out: the token budget is then multiplied by a / b.
     """
 
     def __init__(
@@ -166,9 +154,6 @@ class StepBatches:
         micro_batch: int,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str = "cpu",
-        storage: Storage | None = "resident",
-        resident_rows: int = 0,
         tokens_per_batch: int | None = None,
         drop_last: bool = False,
     ) -> None:
@@ -176,16 +161,16 @@ class StepBatches:
             raise ValueError(
                 f"global batch {global_batch_size}, micro-batch {micro_batch}, rank {rank} of {world_size}"
             )
-        self.split = split if storage is None else place_split(split, storage, device, resident_rows=resident_rows)
+        self.split = split
         self.drop_last = drop_last
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
-        self.shares: Shares | None = None
+        self.shares: Shares | None = None  # may be set to divide global batches unequally
         self.tokens_per_batch = tokens_per_batch
-        self.budget_part: tuple[int, int] = (1, 1)
+        self.budget_part: tuple[int, int] = (1, 1)  # (a, b) after memory ran out: the budget is multiplied by a / b
         self._epoch = -1
         self._order: Order = np.empty(0, np.int64)
 
@@ -235,7 +220,7 @@ class StepBatches:
 
     def parts(self, indices: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
         """Split these rows over all ranks into micro-batches by `times` the token budget."""
-        lengths, budget = self._lengths(indices, split), times * self._budget
+        lengths, budget = known_lengths(split, indices), times * self._budget
         return [indices[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
 
     def cut(self, indices: np.ndarray) -> list[np.ndarray]:
@@ -246,7 +231,7 @@ class StepBatches:
         """Return the first of these rows that fit in one micro-batch by the token budget; all if there is none."""
         if self.tokens_per_batch is None:
             return indices
-        longest = np.maximum.accumulate(self._lengths(indices, split))
+        longest = np.maximum.accumulate(known_lengths(split, indices))
         fit = longest * np.arange(1, 1 + len(indices)) <= times * self._budget
         return indices[: max(1, int(fit.sum()))]
 
@@ -255,21 +240,6 @@ class StepBatches:
         part, whole = self.budget_part
         assert self.tokens_per_batch is not None, "only read if there is a token budget"
         return max(1, self.tokens_per_batch * part // whole)
-
-    @staticmethod
-    def _lengths(indices: np.ndarray, split: Split) -> np.ndarray:
-        lengths = split.lengths(indices)
-        assert lengths is not None, "checked before the start (check_budget)"
-        return lengths
-
-    def micro_batches(self, indices: np.ndarray) -> Iterator[tuple[Batch, int]]:
-        """This rank's micro-batches of a global batch: (batch on the device, number of rows)."""
-        for rows in self.rank_indices(indices):
-            yield self.split.gather(rows), len(rows)
-
-    def global_weight(self, indices: np.ndarray) -> int | None:
-        """The weight that the loss of a global batch is divided by; None if it is known only from the batches."""
-        return self.split.weights(indices)
 
     def epoch_indices(self, epoch: int) -> Iterator[np.ndarray]:
         """All micro-batches of this rank in one epoch; as lists, a `batch_sampler` for torch's DataLoader."""

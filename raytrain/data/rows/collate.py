@@ -63,17 +63,12 @@ def leaves(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return host_tensor(value) if value.dtype.kind in "biufc" else value
     if isinstance(value, NUMBERS) or (isinstance(value, list) and all(isinstance(part, NUMBERS) for part in value)):
-        return _tensor_of(value)
+        try:  # with torch's types for numbers of Python
+            return torch.tensor(value) if not isinstance(value, np.generic) else host_tensor(np.asarray(value))
+        except (OverflowError, ValueError, RuntimeError, TypeError) as error:
+            seen = f"{describe(value)} in an item"
+            raise InputError("data.source", got=seen, expected="numbers of at most 64 bits") from error
     return rebuild(value, leaves)
-
-
-def _tensor_of(numbers: Any) -> Tensor:
-    """A number of Python or numpy, or a list of them, as a tensor; with torch's types for Python's."""
-    try:
-        return torch.tensor(numbers) if not isinstance(numbers, np.generic) else host_tensor(np.asarray(numbers))
-    except (OverflowError, ValueError, RuntimeError, TypeError) as error:
-        seen = describe(numbers)
-        raise InputError("data.source", got=f"{seen} in an item", expected="numbers of at most 64 bits") from error
 
 
 def collate_rows(rows: list[dict[str, Any]], *, key: str, masked: Collection[str] = ()) -> Batch:
@@ -82,7 +77,11 @@ def collate_rows(rows: list[dict[str, Any]], *, key: str, masked: Collection[str
     If there is no such column, only a batch with padding has a mask, of a padded column.
     """
     batch = collate(rows, key=key, path="")
-    lengths = {name: found for name in batch if (found := _lengths([row[name] for row in rows])) is not None}
+    lengths: dict[str, list[int]] = {}
+    for name in batch:
+        values = [row[name] for row in rows]
+        if all(isinstance(value, Tensor) and value.ndim for value in values):
+            lengths[name] = [value.shape[0] for value in values]
     padded = [name for name, found in lengths.items() if min(found) < max(found)]
     shown = [name for name in lengths if name in masked] or padded
     if shown and MASK not in batch:
@@ -91,11 +90,6 @@ def collate_rows(rows: list[dict[str, Any]], *, key: str, masked: Collection[str
         steps = torch.arange(int(found.max()), device=found.device)
         batch[MASK] = (steps < found[:, None]).to(torch.int64)
     return batch
-
-
-def _lengths(values: list[Any]) -> list[int] | None:
-    are_rows = all(isinstance(value, Tensor) and value.ndim for value in values)
-    return [value.shape[0] for value in values] if are_rows else None
 
 
 def collate(values: list[Any], *, key: str, path: str) -> Any:
@@ -181,7 +175,6 @@ def tensor_split(
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of all tensors inside `value`."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     found = 0
@@ -201,22 +194,13 @@ def tensor_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class UsersCollate:
-    """The function of `data.collate`.
+    """The function of `data.collate`."""
 
-    Attributes:
-        function: from a list of rows to a batch.
-        name: for messages.
-    """
-
-    function: Callable[[list[Any]], Any]
-    name: str
+    function: Callable[[list[Any]], Any]  # from a list of rows to a batch
+    name: str  # for messages
 
     def __call__(self, rows: list[Any]) -> Batch:
-        """Collate rows.
-
-        Raises:
-            InputError: the function returned something other than a dict of tensors on the CPU.
-        """
+        """Collate rows. Raises InputError: the function returned something other than a dict of tensors on the CPU."""
         batch = self.function(rows)
         if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
             names = f" with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
@@ -238,12 +222,7 @@ class UsersCollate:
 
 
 class CollatedSplit(SplitView):
-    """Rows in memory that the user's function collates.
-
-    Args:
-        split: the rows, on the host.
-        key: what an error names.
-    """
+    """Rows in memory that the user's function collates. `split`: the rows, on the host. `key`: what an error names."""
 
     def __init__(self, split: Split, collate: UsersCollate, *, key: str) -> None:
         super().__init__(split)

@@ -36,13 +36,9 @@ class Split(ABC):
     """Rows that can be put in order and gathered into batches.
 
     A row is identified by its index (int64): its number, or for text the position where its window of tokens starts.
-    Everything but `gather` happens on the host and reads no device value.
+    Everything but `gather` happens on the host and reads no device value."""
 
-    Attributes:
-        tokens_per_row: tokens of every row, None where rows differ or have none.
-    """
-
-    tokens_per_row: int | None = None
+    tokens_per_row: int | None = None  # tokens of every row, None where rows differ or have none
 
     @abstractmethod
     def __len__(self) -> int:
@@ -125,39 +121,25 @@ Rows = TypeVar("Rows", bound=RowSplit)
 
 @dataclass(frozen=True)
 class Source:
-    """Opened data: both splits, what is known about them, and how tokens turn into text.
-
-    Attributes:
-        train: the training split.
-        eval: the evaluation split, or None where there is none.
-        vocab_size: number of tokens for text, else None.
-        facts: the sizes, for the plan.
-        decode: tokens to text, for text only.
-        encode: text to tokens, for text only.
-        describe: one line for people.
-        classes: number of classes where the labels are class numbers.
-        class_names: names of the classes where the labels were strings, in the order of their numbers.
-        worker_data: what the driver sends to the workers instead of the source, else None.
-        placed: whether the splits are where training reads them (`raytrain.data.prepare`).
-        tokenizer: folder of the tokenizer that made the tokens.
-        reads: how rows of other files become the same batches, for inference: {"characters"} of a text's vocabulary, or
-            {"stacked", "named"} columns of a table; empty where nothing has to be known.
-        first_labels_ignored: the first label of each row is -100: a model that shifts labels itself never reads it.
-    """
+    """Opened data: both splits, what is known about them, and how tokens turn into text."""
 
     train: Split
-    eval: Split | None
-    vocab_size: int | None
-    facts: DataFacts
-    decode: Callable[[list[int]], str] | None = None
-    encode: Callable[[str], list[int]] | None = None
-    describe: str = ""
-    classes: int | None = None
+    eval: Split | None  # the evaluation split, or None where there is none
+    vocab_size: int | None  # number of tokens for text, else None
+    facts: DataFacts  # the sizes, for the plan
+    decode: Callable[[list[int]], str] | None = None  # tokens to text, for text only
+    encode: Callable[[str], list[int]] | None = None  # text to tokens, for text only
+    describe: str = ""  # one line for people
+    classes: int | None = None  # number of classes where the labels are class numbers
+    # names of the classes where the labels were strings, in the order of their numbers
     class_names: tuple[str, ...] | None = None
-    worker_data: Any = None
-    placed: bool = False
-    tokenizer: str | None = None
+    worker_data: Any = None  # what the driver sends to the workers instead of the source, else None
+    placed: bool = False  # whether the splits are where training reads them (`raytrain.data.prepare`)
+    tokenizer: str | None = None  # folder of the tokenizer that made the tokens
+    # the first label of each row is -100: a model that shifts labels itself never reads it
     first_labels_ignored: bool = False
+    # how rows of other files become the same batches, for inference: {"characters"} of a text's vocabulary, or
+    # {"stacked", "named"} columns of a table; empty where nothing has to be known
     reads: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -204,7 +186,6 @@ def facts_of(train: Split, evaluation: Split | None, *, reason: str, vocab_size:
 
 
 def nonfinite(key: str, *, value: float, column: str, row: int) -> InputError:
-    """The error for NaN or infinity in a column."""
     seen = "NaN" if value != value else ("inf" if value > 0 else "-inf")
     return InputError(
         key,

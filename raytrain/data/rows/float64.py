@@ -29,11 +29,8 @@ size: there rounding may take no more than what it takes from numbers that begin
 
 
 class Float64Columns:
-    """Which float64 columns of a source become float32; decided when the first one is seen.
-
-    Args:
-        split: the training rows.
-        seed: the job's, for what a dataset draws.
+    """Which float64 columns of a source become float32; decided when the first one is seen. `split`: the training rows.
+    `seed`: the job's, for what a dataset draws.
 
     Attributes:
         kept: column that stays float64 -> why; empty until it is decided.
@@ -72,7 +69,6 @@ class Float64Columns:
         self._converted = frozenset(lost) - self.kept.keys()
 
     def explained(self, error: BaseException) -> str | None:
-        """Why the model failed on a column that stays float64, if it did."""
         text = message_of(error)
         if not self.kept or not re.search(r"double|float64", text, re.IGNORECASE):
             return None

@@ -100,14 +100,13 @@ class DatasetSplit(RowSplit):
         `before` is called with each index before its item is read; only with the first one if the dataset reads
         several items at once (`__getitems__`).
         """
-        before = before and partial(self._seed, before)
         if before is None or self._many is not None:
             if before is not None and len(indices):
-                before(int(indices[0]))
+                self._seed(before, int(indices[0]))
             return [self._row(*pair) for pair in zip(self.items(indices), self.rows[indices].tolist(), strict=True)]
         rows = []
-        for index in indices:
-            before(int(index))
+        for index in indices.tolist():
+            self._seed(before, index)
             at = int(self.rows[index])
             rows.append(self._row(self.dataset[at], at))
         return rows
@@ -141,7 +140,7 @@ class DatasetSplit(RowSplit):
         return self.batch(self.read(indices))
 
     def select(self, rows: np.ndarray) -> DatasetSplit:
-        made = DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
+        made = type(self)(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
         made.classes = self.classes
         return made
 
@@ -176,10 +175,7 @@ def mixed_labels(key: str, value: Any, *, row: int, names: bool) -> InputError:
 
 class PartialDataset(SplitView):
     """A dataset whose first items are converted once and kept on a device; the others are read in every epoch.
-
-    Args:
-        before: see `DatasetSplit.read`; for the items that are kept.
-    """
+    `before`: see `DatasetSplit.read`; for the items that are kept."""
 
     def __init__(
         self, split: DatasetSplit, *, device: torch.device, rows: int, before: Callable[[int], None] | None = None
@@ -217,9 +213,6 @@ class ItemSplit(DatasetSplit):
         """The rows, which are converted already; nothing is drawn."""
         return [self.dataset[index] for index in self.rows[indices].tolist()]
 
-    def select(self, rows: np.ndarray) -> ItemSplit:
-        return ItemSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
-
     def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
         if rows is not None:
             return super().to(device, rows=rows)
@@ -232,13 +225,9 @@ class ItemSplit(DatasetSplit):
 class MaskedColumns:
     """The columns of a dataset whose rows differ in length, so that every batch has `attention_mask`, or none has.
 
-    Decided when first asked: from all rows where they were read (`observe`), else from at most `SAMPLED_ROWS` items of
-    each split, spread evenly; the random generators are restored. In a dataset whose sampled rows have equal lengths,
-    only a batch with padding has a mask.
-
-    Args:
-        splits: of one source.
-    """
+    Decided when first asked: from all rows where they were read (`observe`), else from at most `SAMPLED_ROWS` items
+    of each split, spread evenly; the random generators are restored. In a dataset whose sampled rows have equal
+    lengths, only a batch with padding has a mask. `splits`: of one source."""
 
     def __init__(self, *splits: DatasetSplit) -> None:
         self._splits = splits
@@ -250,7 +239,9 @@ class MaskedColumns:
         """The columns, in the order of the items' keys."""
         if self._names is None:
             for split in self._splits if not self._lengths else ():
-                self.observe(_sampled(split))
+                with generators_kept():
+                    sampled = spread_rows(len(split), SAMPLED_ROWS)
+                    self.observe(split.read(sampled, before=partial(seed_item, 0, 0)))
             self._names = tuple(name for name, found in self._lengths.items() if len(found) > 1)
         return self._names
 
@@ -259,12 +250,6 @@ class MaskedColumns:
         for name, value in (pair for row in rows if isinstance(row, dict) for pair in row.items()):
             if isinstance(value, torch.Tensor) and value.ndim:
                 self._lengths.setdefault(name, set()).add(value.shape[0])
-
-
-def _sampled(split: DatasetSplit) -> list[dict[str, Any]]:
-    indices = spread_rows(len(split), SAMPLED_ROWS)
-    with generators_kept():
-        return split.read(indices, before=partial(seed_item, 0, 0))
 
 
 def spread_rows(rows: int, most: int) -> np.ndarray:
@@ -322,9 +307,7 @@ class UsersRows(Protocol):
         """The rows; `before` is called with an index before code of the user's reads it."""
         ...
 
-    def batch(self, rows: list[Any]) -> Batch:
-        """These rows as one batch."""
-        ...
+    def batch(self, rows: list[Any]) -> Batch: ...
 
 
 def users_rows(split: Split) -> UsersRows | None:

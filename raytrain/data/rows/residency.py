@@ -26,28 +26,20 @@ from raytrain.data.rows.contract import Batch, Order, Split, SplitView
 
 @dataclass
 class TransferCounts:
-    """Copies that `to_device` has made in this process.
+    """Copies that `to_device` has made in this process."""
 
-    Attributes:
-        tensors: that were really copied, `bytes` of them together.
-        in_place: tensors that were on the device already and were returned as the same object.
-        pinned: copies whose source was pinned host memory.
-        non_blocking: copies that were queued, so that the host did not wait for them.
-        pageable, other_device: copies that the host waited for, as their source was ordinary host memory, or as it was
-            on another device.
-    """
-
-    tensors: int = 0
+    tensors: int = 0  # that were really copied, `bytes` of them together
     bytes: int = 0
-    in_place: int = 0
-    pinned: int = 0
-    non_blocking: int = 0
+    in_place: int = 0  # tensors that were on the device already and were returned as the same object
+    pinned: int = 0  # copies whose source was pinned host memory
+    non_blocking: int = 0  # copies that were queued, so that the host did not wait for them
+    # pageable, other_device: copies that the host waited for, as their source was ordinary host memory, or as it was on
+    # another device
     pageable: int = 0
     other_device: int = 0
 
     @property
     def blocking(self) -> int:
-        """Copies that the host waited for."""
         return self.pageable + self.other_device
 
     def since(self, before: TransferCounts) -> TransferCounts:
@@ -74,16 +66,15 @@ class TransferCounts:
         blocked = [f"{number:,} {why}" for why, number in waited.items() if number]
         return text + (f"; the host waited for {' and '.join(blocked)}" if blocked else "")
 
-    def add(self, nbytes: int, *, source: torch.device, pinned: bool, non_blocking: bool) -> None:
-        """Count one copy of a tensor on `source`."""
+    def add(self, nbytes: int, *, source: torch.device, pinned: bool) -> None:
+        """Count one copy of a tensor on `source`; from pinned memory it is queued."""
         self.tensors += 1
         self.bytes += nbytes
         self.pinned += pinned
-        if non_blocking:
-            self.non_blocking += 1
-        elif source.type == "cpu":
+        self.non_blocking += pinned
+        if not pinned and source.type == "cpu":
             self.pageable += 1
-        else:
+        elif not pinned:
             self.other_device += 1
 
 
@@ -143,32 +134,18 @@ def to_device(value: Any, device: torch.device | str) -> Any:
     """`value` with every tensor in it on `device`, dense in memory, whatever the nesting; the rest is untouched.
 
     A tensor that is on the device already is returned as the same object. A copy from pinned memory does not block.
-    Objects with a `to` of their own (a packed sequence) are moved by it.
+    Packed sequences are moved by a `to` of their own.
     """
-    if isinstance(value, Tensor):
-        return _moved(value, torch.device(device))
-    if isinstance(value, PackedSequence):
-        if is_on(value.data, torch.device(device)):
-            TRANSFERS.in_place += 1
-            return value
-        pinned = _from_pinned(value.data, torch.device(device))
-        TRANSFERS.add(value.data.nbytes, source=value.data.device, pinned=pinned, non_blocking=pinned)
-        return value.to(device, non_blocking=pinned)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's stub)
-    return rebuild(value, lambda part: to_device(part, device))
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    tensor = dense(tensor)
+    if not isinstance(value, (Tensor, PackedSequence)):
+        return rebuild(value, lambda part: to_device(part, device))
+    value, device = dense(value) if isinstance(value, Tensor) else value, torch.device(device)
+    tensor = value if isinstance(value, Tensor) else value.data
     if is_on(tensor, device):
         TRANSFERS.in_place += 1
-        return tensor
-    pinned = _from_pinned(tensor, device)
-    TRANSFERS.add(tensor.nbytes, source=tensor.device, pinned=pinned, non_blocking=pinned)
-    return tensor.to(device, non_blocking=pinned)
-
-
-def _from_pinned(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
+        return value
+    pinned = tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
+    TRANSFERS.add(tensor.nbytes, source=tensor.device, pinned=pinned)
+    return value.to(device, non_blocking=pinned)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's stub)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -210,11 +187,8 @@ Storage = Literal["resident", "partial", "pinned", "stream"]
 
 
 class StreamSplit(SplitView):
-    """A split gathered on the CPU; each batch is then moved to the device.
-
-    Args:
-        pinned: move batches through pinned memory, so that the host does not wait for the copy.
-    """
+    """A split gathered on the CPU; each batch is then moved to the device. `pinned`: move batches through pinned
+    memory, so that the host does not wait for the copy."""
 
     def __init__(self, split: Split, *, device: torch.device | str, pinned: bool = False) -> None:
         super().__init__(split)
@@ -252,16 +226,14 @@ class ReorderedSplit(SplitView):
 
 
 def place_split(split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0) -> Split:
-    """The split with its rows where training reads them. Order and batches are the same for every storage.
+    """The split with its rows where training reads them. Order and batches are the same for every storage. Raises
+    ValueError: another storage, such as an `auto` that the plan has not resolved.
 
     Args:
         split: as the source opened it, on the host.
         storage: "resident" keeps all rows on the device, "partial" the first `resident_rows`; "stream" moves each
             batch, "pinned" moves it through pinned memory.
         device: where batches must be.
-
-    Raises:
-        ValueError: another storage, such as an `auto` that the plan has not resolved.
     """
     if storage in ("resident", "partial"):
         return split.to(device, rows=resident_rows if storage == "partial" else None)
@@ -278,12 +250,8 @@ def place_split(split: Split, storage: Storage, device: torch.device | str, *, r
 class PartialTensor:
     """A column (N, ...) whose first rows are on the device and the others on the host.
 
-    Rows that are taken from it are always on the device.
-
-    Args:
-        head: rows 0 to K - 1, on the device.
-        tail: the others, on the host.
-    """
+    Rows that are taken from it are always on the device. `head`: rows 0 to K - 1, on the device. `tail`: the others,
+    on the host."""
 
     def __init__(self, head: Tensor, tail: Tensor) -> None:
         self.head, self.tail = head, tail
@@ -310,20 +278,18 @@ class PartialTensor:
     def take(self, index: np.ndarray) -> Tensor:
         """Rows by index (an array of any shape), on the device."""
         flat = index.reshape(-1)
-        rows = self._take_flat(flat, flat < self.head.shape[0])
-        return rows if index.ndim == 1 else rows.reshape(*index.shape, *rows.shape[1:])
-
-    def _take_flat(self, flat: np.ndarray, in_head: np.ndarray) -> Tensor:
+        in_head = flat < self.head.shape[0]
         if in_head.all():
-            return self.head.index_select(0, _index_tensor(flat, self.device))
-        streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=on_gpu(self.device))
-        streamed = to_device(streamed, self.device)
-        if not in_head.any():
-            return streamed
-        rows = torch.empty((len(flat), *self.head.shape[1:]), dtype=self.dtype, device=self.device)
-        kept = self.head.index_select(0, _index_tensor(flat[in_head], self.device))
-        rows.index_copy_(0, _index_tensor(np.flatnonzero(in_head), self.device), kept)
-        return rows.index_copy_(0, _index_tensor(np.flatnonzero(~in_head), self.device), streamed)
+            rows = self.head.index_select(0, _index_tensor(flat, self.device))
+        else:
+            streamed = _select(self.tail, flat[~in_head] - self.head.shape[0], pinned=on_gpu(self.device))
+            rows = streamed = to_device(streamed, self.device)
+            if in_head.any():
+                rows = torch.empty((len(flat), *self.head.shape[1:]), dtype=self.dtype, device=self.device)
+                kept = self.head.index_select(0, _index_tensor(flat[in_head], self.device))
+                rows.index_copy_(0, _index_tensor(np.flatnonzero(in_head), self.device), kept)
+                rows.index_copy_(0, _index_tensor(np.flatnonzero(~in_head), self.device), streamed)
+        return rows if index.ndim == 1 else rows.reshape(*index.shape, *rows.shape[1:])
 
 
 Column = Tensor | PartialTensor

@@ -26,11 +26,8 @@ def is_integer(tensor: Column) -> bool:
 
 
 def host_tensor(values: ArrayLike | Tensor) -> Tensor:
-    """Return an array, tensor or list of numbers as a CPU tensor, sharing memory if possible.
-
-    Raises:
-        TypeError, ValueError: not numbers, or ragged.
-    """
+    """Return an array, tensor or list of numbers as a CPU tensor, sharing memory if possible. Raises TypeError,
+    ValueError: not numbers, or ragged."""
     if isinstance(values, Tensor):
         return values.detach().cpu()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
@@ -59,17 +56,6 @@ def check_finite(name: str, tensor: Tensor, *, key: str, rows: np.ndarray | None
     raise nonfinite(key, value=float(tensor.reshape(-1)[at]), column=name, row=row)
 
 
-def label_counts(labels: Tensor | None) -> np.ndarray | None:
-    """Count the labels other than -100 of each row (int64), once on the host.
-
-    None if every row has weight 1: one label per row, no labels, or labels that are not class numbers.
-    """
-    if labels is None or not is_integer(labels):
-        return None
-    counts = (labels != IGNORED_LABEL).reshape(labels.shape[0], -1).sum(1).numpy()
-    return None if bool((counts == 1).all()) else counts
-
-
 class TensorSplit(RowSplit):
     """Columns of tensors (rows, ...) with equal row counts. Batches have the same column names.
 
@@ -78,7 +64,8 @@ class TensorSplit(RowSplit):
     Args:
         columns: the tensor of each column; not copied.
         divisors: columns stored in a compact dtype that become `float32 / divisor` in the batch.
-        counts: `label_counts` of the rows, if already known (`counted`); otherwise counted here.
+        counts: labels other than -100 of each row (int64), if already known (`counted`); otherwise counted here, on
+            the host. None if every row has weight 1: one label per row, none, or labels that are no class numbers.
         tokens_per_row: see `Split`.
     """
 
@@ -96,7 +83,10 @@ class TensorSplit(RowSplit):
         self.divisors = dict(divisors or {})
         self._rows = next(iter(self.columns.values())).shape[0]
         labels = self.columns.get("labels")
-        self.counts = counts if counted else label_counts(None if labels is None else full_tensor(labels))
+        self.counts = counts
+        if not counted and labels is not None and is_integer(labels):
+            found = (full_tensor(labels) != IGNORED_LABEL).reshape(self._rows, -1).sum(1).numpy()
+            self.counts = None if bool((found == 1).all()) else found
         self.returns_views = False
         self.device = next(iter(self.columns.values())).device
         self._widen = labels is not None and is_integer(labels) and labels.dtype != torch.int64
@@ -142,9 +132,11 @@ class TensorSplit(RowSplit):
 
     def select(self, rows: np.ndarray) -> TensorSplit:
         chosen = {name: take(column, rows) for name, column in self.columns.items()}
-        counts = None if self.counts is None else self.counts[rows]
+        return self._with(chosen, counts=None if self.counts is None else self.counts[rows])
+
+    def _with(self, columns: Mapping[str, Column], *, counts: np.ndarray | None) -> TensorSplit:
         return TensorSplit(
-            chosen, divisors=self.divisors, counts=counts, counted=True, tokens_per_row=self.tokens_per_row
+            columns, divisors=self.divisors, counts=counts, counted=True, tokens_per_row=self.tokens_per_row
         )
 
     def to(self, device: torch.device | str, *, rows: int | None = None) -> TensorSplit:
@@ -152,9 +144,7 @@ class TensorSplit(RowSplit):
         moved = {name: placed_column(column, device, rows=rows) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
-        return TensorSplit(
-            moved, divisors=self.divisors, counts=self.counts, counted=True, tokens_per_row=self.tokens_per_row
-        )
+        return self._with(moved, counts=self.counts)
 
 
 class TextSplit(Split):
@@ -163,17 +153,15 @@ class TextSplit(Split):
     Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens. Tokens are
     stored in a compact dtype and widened in the batch.
 
-    Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from
-    (seed, epoch); every epoch has the same number of windows. Evaluation covers the text from its first token;
-    less than one window remains at the end.
+    Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from (seed, epoch);
+    every epoch has the same number of windows. Evaluation covers the text from its first token; less than one window
+    remains at the end. Raises InputError: the text is shorter than one window plus one token.
 
     Args:
         tokens: (N,) uint8, uint16 or int32 array, or a tensor.
         context: T, tokens per window.
         key: the config key that the error for a too short text names.
         same_labels: labels equal the input_ids, with the first of each row -100, for a model that shifts them.
-    Raises:
-        InputError: the text is shorter than one window plus one token.
     """
 
     def __init__(

@@ -23,44 +23,28 @@ HEADER_BYTES = 4 + 4 * 4
 UNSIGNED_BYTE = 0x08
 
 
-def idx_shape(data: bytes, *, path: str, key: str) -> tuple[int, ...]:
-    """Return the dimensions of an IDX file of unsigned bytes, read from its header.
-
-    Raises:
-        InputError: not such a file, or its header is truncated.
-    """
+def _checked_shape(data: bytes, *, path: str, key: str, ranks: tuple[int, ...], what: str) -> tuple[int, ...]:
+    """The dimensions of an IDX file of unsigned bytes, from its header. Raises InputError: not such a file, or a
+    truncated header."""
     if len(data) < 4 or data[:2] != b"\0\0":
-        raise InputError(
-            key,
-            got=f"{path}, which starts with {data[:4].hex() or 'nothing'}",
-            expected="an IDX file (0000 08..)",
-        )
+        seen = f"{path}, which starts with {data[:4].hex() or 'nothing'}"
+        raise InputError(key, got=seen, expected="an IDX file (0000 08..)")
     if data[2] != UNSIGNED_BYTE:
         raise InputError(key, got=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)")
     rank = data[3]
     if len(data) < 4 + 4 * rank:
         raise InputError(key, got=f"{path}, truncated in its header", expected=f"{rank} dimensions")
-    return tuple(int(size) for size in np.frombuffer(data, dtype=">u4", count=rank, offset=4))
-
-
-def _check_shape(shape: tuple[int, ...], *, path: str, key: str, ranks: tuple[int, ...], what: str) -> None:
+    shape = tuple(int(size) for size in np.frombuffer(data, dtype=">u4", count=rank, offset=4))
     if len(shape) not in ranks:
-        raise InputError(
-            key,
-            got=f"an IDX file of shape {shape} at {path}",
-            expected=f"{what} of {' or '.join(map(str, ranks))} dimensions",
-        )
+        expected = f"{what} of {' or '.join(map(str, ranks))} dimensions"
+        raise InputError(key, got=f"an IDX file of shape {shape} at {path}", expected=expected)
     if not math.prod(shape):
         raise InputError(key, got=f"shape {shape} in {path}", expected=f"a file with {what}")
+    return shape
 
 
-def _unzip(data: bytes, *, path: str, key: str) -> bytes:
-    if data[:2] != GZIP_MAGIC:
-        return data
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(key, got=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
+def _damaged(path: str, error: Exception, *, key: str) -> InputError:
+    return InputError(key, got=f"a damaged gzip file at {path}: {error}", expected="a complete file")
 
 
 IMAGES = {"ranks": (3, 4), "what": "images"}
@@ -74,21 +58,20 @@ def read_shape(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> tup
         try:
             data = zlib.decompressobj(wbits=31).decompress(data, HEADER_BYTES)
         except zlib.error as error:
-            raise InputError(key, got=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
-    shape = idx_shape(data, path=path, key=key)
-    _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
-    return shape
+            raise _damaged(path, error, key=key) from error
+    return _checked_shape(data, path=path, key=key, ranks=ranks, what=what)
 
 
 def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.ndarray:
-    """Read one file as a writable uint8 array.
-
-    Raises:
-        InputError: not such a file, a size that differs from its header, or an empty file.
-    """
-    data = _unzip(read_bytes(path, key=key), path=path, key=key)
-    shape = idx_shape(data, path=path, key=key)
-    _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
+    """Read one file as a writable uint8 array. Raises InputError: not such a file, a size that differs from its
+    header, or an empty file."""
+    data = read_bytes(path, key=key)
+    if data[:2] == GZIP_MAGIC:
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _damaged(path, error, key=key) from error
+    shape = _checked_shape(data, path=path, key=key, ranks=ranks, what=what)
     start, needed = 4 + 4 * len(shape), math.prod(shape)
     if len(data) - start != needed:
         raise InputError(
@@ -138,7 +121,10 @@ def open_idx(images: str, labels: str, eval_images: str | None, eval_labels: str
     evaluation: TensorSplit | None
     if eval_images is not None and eval_labels is not None:
         evaluation, others = _open_pair(eval_images, eval_labels, prefix="data.eval_")
-        _check_same_size(train.columns["x"].shape[1:], evaluation.columns["x"].shape[1:], path=eval_images)
+        expected, seen = (tuple(one.columns["x"].shape[1:]) for one in (train, evaluation))
+        if seen != expected:
+            got = f"images of {seen} in {eval_images}"
+            raise InputError("data.eval_images", got=got, expected=f"{expected} as in data.images")
         classes = max(classes, others)
     else:
         train, evaluation = split_off(train, fraction)
@@ -166,12 +152,3 @@ def _open_pair(images: str, labels: str, *, prefix: str) -> tuple[TensorSplit, i
         pixels = pixels[:, None]
     columns = {"x": torch.from_numpy(pixels), "labels": torch.from_numpy(targets)}
     return TensorSplit(columns, divisors={"x": 255.0}), int(targets.max()) + 1
-
-
-def _check_same_size(train: tuple[int, ...], evaluation: tuple[int, ...], *, path: str) -> None:
-    if train != evaluation:
-        raise InputError(
-            "data.eval_images",
-            got=f"images of {tuple(evaluation)} in {path}",
-            expected=f"{tuple(train)} as in data.images",
-        )

@@ -22,6 +22,7 @@ from raytrain.data.rows.splits import (
     host_tensor,
     is_integer,
 )
+from raytrain.data.sources.ray_dataset import is_ray_dataset
 from raytrain.data.sources.sections import is_table, refuse_class
 from raytrain.data.sources.tables import (
     TableColumns,
@@ -47,7 +48,8 @@ def table_pair(
     keys: tuple[str, str] = ("data.path", "data.eval_path"),
     origin: str,
 ) -> Source:
-    """Return a source of one or two pyarrow Tables; without the second, part of the first is held out.
+    """Return a source of one or two pyarrow Tables; without the second, part of the first is held out. Raises
+    InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
 
     Args:
         train, evaluation: the tables.
@@ -55,8 +57,6 @@ def table_pair(
         fraction: the part held out if there is no second table.
         keys: the config keys that errors name, one per table.
         origin: a short description of the tables for messages.
-    Raises:
-        InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
     """
     choice = choose_columns(train.schema, features=features, label=label, key=keys[0], table=train)
     tables = [train] if evaluation is None else [train, evaluation]
@@ -68,19 +68,15 @@ def table_pair(
         if missing:
             raise InputError(keys[1], got=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
         converted.append(convert(evaluation, choice, classes=names, key=keys[1]))
-        _check_same_types(*converted, key=keys[1])
+        for name in [*converted[0].dense, *converted[0].ragged]:
+            expected, seen = (_column_type(columns, name) for columns in converted)
+            if seen != expected:
+                raise InputError(keys[1], got=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
     splits = [table_split(columns) for columns in converted]
     train_split, eval_split = splits if len(splits) == 2 else split_off(splits[0], fraction)
     classes = len(names) if names else class_count(splits)
     made = _source(train_split, eval_split, origin=origin, classes=classes, class_names=names)
     return replace(made, reads=choice.reads())
-
-
-def _check_same_types(train: TableColumns, evaluation: TableColumns, *, key: str) -> None:
-    for name in [*train.dense, *train.ragged]:
-        seen, expected = _column_type(evaluation, name), _column_type(train, name)
-        if seen != expected:
-            raise InputError(key, got=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
 
 
 def _column_type(columns: TableColumns, name: str) -> str:
@@ -112,15 +108,14 @@ def class_count(splits: Sequence[Any]) -> int | None:
 
 
 def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) -> RowSplit:
-    """Return one object as a split.
+    """Return one object as a split. Raises InputError: an unsupported object, no rows, different row counts, NaN or
+    infinity in a float column.
 
     Args:
-        data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow
-            Table or pandas DataFrame, whose columns keep their names.
+        data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow Table or
+            pandas DataFrame, whose columns keep their names.
         key: the config key that errors name.
         collate: `data.collate`, for a map-style dataset, whose items may then be of any kind.
-    Raises:
-        InputError: an unsupported object, no rows, different row counts, NaN or infinity in a float column.
     """
     if isinstance(data, Mapping):
         dense, ragged, rows = {}, {}, {}
@@ -148,8 +143,7 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
         choice = choose_columns(table.schema, features=None, label=None, key=key)
         return table_split(convert(table, choice, classes=None, key=key))
     refuse_class(data, key=key)
-    kind = type(data).__module__.split(".")[0]
-    if kind == "ray":
+    if is_ray_dataset(data):
         raise InputError(key, got="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
     check_kind(data, key=key)
     if not len(data):
@@ -160,20 +154,19 @@ def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) ->
 
 
 def check_kind(data: Any, *, key: str) -> None:
-    """Check that an object, which is no table and no dict of columns, has rows by number.
-
-    Raises:
-        InputError: it has not; the message says what to pass instead, where that is known.
-    """
-    seen = f"a {type(data).__name__}"
+    """Raise InputError for an object, no table and no dict of columns, that has no rows by number; it says what to pass
+    instead, where that is known."""
     if isinstance(data, torch.utils.data.DataLoader):
-        raise InputError(key, got=seen, expected=KINDS, remedy="pass loader.dataset; batches are made here")
-    if isinstance(data, (torch.utils.data.IterableDataset, Iterator)):
-        raise InputError(key, got=seen, expected=KINDS, remedy="pass a list of what it yields: list(...)")
-    if isinstance(data, (torch.Tensor, np.ndarray, str, tuple)):
-        raise InputError(key, got=seen, expected=KINDS)
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InputError(key, got=seen, expected=KINDS)
+        remedy = "pass loader.dataset; batches are made here"
+    elif isinstance(data, (torch.utils.data.IterableDataset, Iterator)):
+        remedy = "pass a list of what it yields: list(...)"
+    elif isinstance(data, (torch.Tensor, np.ndarray, str, tuple)) or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ):
+        remedy = ""
+    else:
+        return
+    raise InputError(key, got=f"a {type(data).__name__}", expected=KINDS, remedy=remedy)
 
 
 def as_table(data: Any, *, key: str) -> Any:
@@ -238,12 +231,19 @@ def _numbered(given: Sequence[Any], keys: Sequence[str]) -> tuple[list[Any], tup
     given = [as_table(one, key=key) if is_table(one) else one for one, key in zip(given, keys, strict=False)]
     columns = [(key, _label_column(one, key)) for one, key in zip(given, keys, strict=False)]
     if not _hold_names([(key, column) for key, column in columns if column is not None]):
-        return list(given), None
+        return given, None
+    import pyarrow as pa
+
     names = sorted({str(name) for _, column in columns if column is not None for name in column})
-    pairs = [(one, column) for one, (_, column) in zip(given, columns, strict=True)]
-    return [one if found is None else _relabelled(one, np.searchsorted(names, found)) for one, found in pairs], tuple(
-        names
-    )
+    for place, (_, column) in enumerate(columns):
+        if column is None:
+            continue
+        one, numbers = given[place], np.searchsorted(names, column)
+        if isinstance(one, Mapping):
+            given[place] = {**one, "labels": numbers}
+        else:
+            given[place] = one.set_column(one.column_names.index("labels"), "labels", pa.array(numbers))
+    return given, tuple(names)
 
 
 def _label_column(one: Any, key: str) -> Any | None:
@@ -256,14 +256,6 @@ def _label_column(one: Any, key: str) -> Any | None:
         return one["labels"]
     check_present(one["labels"], "labels", key=key)
     return one["labels"].to_pylist()
-
-
-def _relabelled(one: Any, numbers: np.ndarray) -> Any:
-    if isinstance(one, Mapping):
-        return {**one, "labels": numbers}
-    import pyarrow as pa
-
-    return one.set_column(one.column_names.index("labels"), "labels", pa.array(numbers))
 
 
 def _hold_names(columns: Sequence[tuple[str, Any]]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain.config.messages import abbreviated
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.idx import IMAGES, count_idx_classes, describe_idx, open_idx, read_shape
-from raytrain.data.sources.parquet import ParquetSizes, parquet_files, read_column, sizes_of
+from raytrain.data.sources.parquet import open_groups, parquet_files, read_column, sizes_of
 from raytrain.data.sources.sections import TABLES, as_paths, idx_files, is_own, is_table, refuse_class, source_keys
 from raytrain.data.sources.tables import (
     NAMED_AT_MOST,
@@ -27,8 +27,9 @@ from raytrain.data.sources.tables import (
 )
 from raytrain.data.sources.text import (
     STDLIB,
+    check_context,
     describe_bytes,
-    describe_text,
+    files_text,
     open_text,
     read_stdlib,
     stdlib_files,
@@ -55,16 +56,9 @@ FLOAT_BYTES = 4
 
 
 def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | None:
-    """Return the sizes of the data from file sizes, headers and metadata; torch is not imported.
-
-    Args:
-        data: the `data` section.
-        context: `model.context`, for text.
-    Returns:
-        None for the user's own source and for text that is tokenized: their sizes are known only in a run.
-    Raises:
-        InputError: the section or its files are invalid.
-    """
+    """Return the sizes of the data from file sizes, headers and metadata; torch is not imported. `data`: the `data`
+    section. `context`: `model.context`, for text. Returns None for the user's own source and for text that is
+    tokenized: their sizes are known only in a run. Raises InputError: the section or its files are invalid."""
     keys = source_keys(data)
     fraction = data.eval_fraction
     if data.train is not None:
@@ -78,13 +72,11 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
                 file_size(path, key=f"data.{name}")
         return None
     if data.source == "text":
-        return describe_text(
-            as_paths(keys["path"]),
-            as_paths(keys["eval_path"]),
-            context=context,
-            fraction=fraction,
-            vocabulary=keys["vocabulary"],
-        )
+        check_context(context)
+        paths = {name: as_paths(keys[name]) for name in ("path", "eval_path")}
+        sizes = [sum(file_size(path, key=f"data.{name}") for path in paths[name]) for name in paths]
+        origin = files_text(paths["path"])
+        return describe_bytes(*sizes, context=context, fraction=fraction, vocabulary=keys["vocabulary"], origin=origin)
     if data.source == "stdlib":
         size = min(keys["max_bytes"], stdlib_files(keys["max_bytes"])[1])
         return describe_bytes(size, context=context, fraction=fraction, origin=STDLIB, key="data.max_bytes")
@@ -117,12 +109,9 @@ def _table_sizes(kind: str, keys: Mapping[str, Any]) -> list[tuple[int, int, boo
 
 
 def describe_shapes(data: DataConfig) -> dict[str, Any]:
-    """Return the facts that a model builder can take from the source without opening it and without torch.
-
-    Returns:
-        Those of vocab_size, image_shape (C, H, W), num_features and num_classes that are known; `CLASSES_UNREAD`
-        where counting the classes would take reading much of the data.
-    """
+    """Return the facts that a model builder can take from the source without opening it and without torch. Returns
+    those of vocab_size, image_shape (C, H, W), num_features and num_classes that are known; `CLASSES_UNREAD` where
+    counting the classes would take reading much of the data."""
     keys = source_keys(data)
     if data.train is not None or is_own(data.source or "") or is_tokenised(data):
         return {}
@@ -132,11 +121,19 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
         shape = read_shape(as_paths(keys["images"])[0], key="data.images", **IMAGES)[1:]
         image = (1, *shape) if len(shape) == 2 else shape
         _, labels, _, eval_labels = idx_files(keys)
-        classes = count_idx_classes(labels, eval_labels)
-        return {"image_shape": image, "num_features": image[0] * image[1] * image[2], "num_classes": classes}
+        features, number = image[0] * image[1] * image[2], count_idx_classes(labels, eval_labels)
+        return {"image_shape": image, "num_features": features, "num_classes": number}
     if data.source == "parquet":
         sizes = sizes_of(parquet_files(keys["path"], key="data.path"), keys, key="data.path")
-        stacked, classes = sizes.choice.stacked, _classes_of_parquet(sizes, keys)
+        stacked, label = sizes.choice.stacked, sizes.choice.label
+        classes: dict[str, Any] = {}
+        if label is not None and not is_fraction(sizes.schema.field(label).type):
+            if sizes.by_groups:  # so large that the run reads it by row groups: the labels are not read here
+                classes = {CLASSES_UNREAD: True}
+            else:
+                both = ((name, as_paths(keys[name])) for name in ("path", "eval_path"))
+                files = [file for name, paths in both for file in parquet_files(paths, key=f"data.{name}")]
+                classes = {"num_classes": count_classes([read_column(file, label) for file in files], label)}
     elif data.source in TABLES:
         tables = read_pair(keys, kind=data.source)
         found = choose_columns(tables[0].schema, features=keys["features"], label=keys["label"], key="data.path")
@@ -147,31 +144,20 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _classes_of_parquet(sizes: ParquetSizes, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of classes, from the label's column alone; not read where the data is so large that the run reads it
-    by row groups."""
-    label = sizes.choice.label
-    if label is None or is_fraction(sizes.schema.field(label).type):
-        return {}
-    if sizes.by_groups:
-        return {CLASSES_UNREAD: True}
-    files = [file for name in ("path", "eval_path") for file in parquet_files(as_paths(keys[name]), key=f"data.{name}")]
-    return {"num_classes": count_classes([read_column(file, label) for file in files], label)}
-
-
 def check_label(data: DataConfig, *, builder: str | None) -> None:
     """Raise InputError (data.label) where a table without a label is given to a built-in model of rows: without
-    data.features its columns keep their names, and none of them becomes x.
-
-    Args:
-        builder: `model.builder`.
-    """
+    data.features its columns keep their names, and none of them becomes x. `builder`: `model.builder`."""
     if builder not in ROW_BUILDERS or not (is_table(data.train) if data.train is not None else data.source in TABLES):
         return
     keys = source_keys(data)
     if keys["label"] is not None or (data.train is None and is_tokenised(data)):
         return
-    names = _column_names(data, keys)
+    if data.train is not None:
+        names = [str(name) for name in getattr(data.train, "column_names", data.train.columns)]
+    elif data.source == "parquet":
+        names = parquet_sizes(parquet_files(keys["path"], key="data.path"), key="data.path")[0].names
+    else:
+        names = read_tables(as_paths(keys["path"]), kind=data.source or "", key="data.path").column_names
     if "labels" in (keys["features"] or names):
         return
     raise InputError(
@@ -180,14 +166,6 @@ def check_label(data: DataConfig, *, builder: str | None) -> None:
         expected=f"the column to predict, one of {abbreviated(names, NAMED_AT_MOST)}",
         remedy=f"{builder} learns from the columns x and labels, which data.label makes",
     )
-
-
-def _column_names(data: DataConfig, keys: Mapping[str, Any]) -> list[str]:
-    if data.train is not None:
-        return [str(name) for name in getattr(data.train, "column_names", data.train.columns)]
-    if data.source == "parquet":
-        return parquet_sizes(parquet_files(keys["path"], key="data.path"), key="data.path")[0].names
-    return read_tables(as_paths(keys["path"]), kind=data.source or "", key="data.path").column_names
 
 
 def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> DataFacts:
@@ -294,7 +272,6 @@ def _open(data: DataConfig, *, context: int | None, on_driver: bool, collate: Us
     if name == "idx":
         return open_idx(*idx_files(keys), fraction=data.eval_fraction)
     from raytrain.data.sources.in_memory import table_pair
-    from raytrain.data.sources.parquet import open_groups, parquet_files, sizes_of
 
     if name == "parquet":
         paths, eval_paths = (parquet_files(keys[part], key=f"data.{part}") for part in ("path", "eval_path"))
@@ -345,7 +322,7 @@ def _open_stdlib(text: bytes, data: DataConfig, context: int | None) -> Source:
 def _open_memory(
     data: DataConfig, keys: Mapping[str, Any], context: int | None, collate: UsersCollate | None
 ) -> Source:
-    from raytrain.data.sources.in_memory import as_table, is_table, memory_source, table_pair
+    from raytrain.data.sources.in_memory import as_table, memory_source, table_pair
 
     if isinstance(data.train, bytes):
         return text_source(
@@ -402,8 +379,6 @@ def _open_own(data: DataConfig, collate: UsersCollate | None, *, on_driver: bool
 
 def _open_written(written: Any, fraction: float) -> Source:
     """Open the Parquet files of a written Ray Dataset; columns keep their names, as for any table in memory."""
-    from raytrain.data.sources.parquet import open_groups, parquet_files
-
     train = parquet_files(written.train, key="data.source")
     held = [] if written.eval is None else parquet_files(written.eval, key="data.source")
     return open_groups(train, held, {"features": None, "label": None, "order": "groups"},
@@ -412,11 +387,8 @@ def _open_written(written: Any, fraction: float) -> Source:
 
 def read_on_driver(data: DataConfig) -> bytes | Tokenised | None:
     """Read the data that the driver must read for all workers, otherwise return None: the standard library's text,
-    which may differ between machines, and tokenized text, so that it is tokenized once.
-
-    Raises:
-        InputError: as for `open_source`.
-    """
+    which may differ between machines, and tokenized text, so that it is tokenized once. Raises InputError: as for
+    `open_source`."""
     if data.train is None and data.source == "stdlib":
         return read_stdlib(source_keys(data)["max_bytes"])
     return tokenise(data) if is_tokenised(data) else None

@@ -19,6 +19,7 @@ from raytrain.data.sources.tables import (
     is_fraction,
     is_text,
     no_label,
+    open_parquet,
     parquet_sizes,
 )
 from raytrain.errors import InputError
@@ -85,7 +86,13 @@ def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[s
     sizes = sizes_of(files, keys, key="data.path")
     label = sizes.choice.label
     every = [*files, *eval_files]
-    names = _class_names(every, label, sizes.schema)
+    kind = None if label is None else sizes.schema.field(label).type
+    names: tuple[str, ...] | None = None
+    if label is not None and column_kind(kind) != "number":
+        if not is_text(kind):
+            raise no_label(label, kind)
+        found = {name for path in every for name in class_names([read_column(path, label)], label) or ()}
+        names = tuple(sorted(found)) or None
     low, high = (0, 0) if names or label is None else _bounds(every, label, sizes.schema)
     known = {
         "classes": names, "row_bytes": sizes.row_bytes,
@@ -97,7 +104,7 @@ def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[s
     evaluation = splits[1] if len(splits) > 1 else None
     count = 0 if evaluation is None else len(evaluation)
     reason = f"parquet: {len(splits[0]):,} rows to train on, {count:,} for evaluation, by {len(train)} row groups"
-    whole_numbers = label is not None and not is_fraction(sizes.schema.field(label).type)
+    whole_numbers = label is not None and not is_fraction(kind)
     classes = len(names) if names else high + 1 if whole_numbers and high >= 0 else None
     return Source(
         train=splits[0],
@@ -117,36 +124,16 @@ def pieces_of(files: Sequence[str]) -> list[Any]:
 
     found = []
     for path in files:
-        meta = _open(path).metadata
+        meta = open_parquet(path, key="data.path").metadata
         counts = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
         found += [Piece(path, group, 0, rows) for group, rows in enumerate(counts) if rows]
     return found
 
 
-def _open(path: str) -> Any:
-    from pyarrow import parquet
-
-    filesystem, inner = locate(path, key="data.path")
-    return parquet.ParquetFile(filesystem.open_input_file(inner))
-
-
 def read_column(path: str, name: str) -> Any:
     """Read one column of a file as a pyarrow Table; a Table without columns if the file has none of that name."""
-    file = _open(path)
+    file = open_parquet(path, key="data.path")
     return file.read(columns=[name] if name in file.schema_arrow.names else [])
-
-
-def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[str, ...] | None:
-    """Return the class names of string labels, reading only that column. Raises InputError if it cannot hold labels."""
-    kind = None if label is None else schema.field(label).type
-    if label is None or column_kind(kind) == "number":
-        return None
-    if not is_text(kind):
-        raise no_label(label, kind)
-    found: set[str] = set()
-    for path in files:
-        found |= set(class_names([_open(path).read(columns=[label])], label) or ())
-    return tuple(sorted(found)) or None
 
 
 def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
@@ -156,7 +143,7 @@ def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
         return 0, -1
     low, high = 0, IGNORED_LABEL
     for path in files:
-        file = _open(path)
+        file = open_parquet(path, key="data.path")
         at = [file.metadata.schema.column(n).path for n in range(file.metadata.num_columns)].index(label)
         for group in range(file.metadata.num_row_groups):
             stats = file.metadata.row_group(group).column(at).statistics

@@ -43,16 +43,12 @@ GROUP_ROWS = 65_536
 
 @dataclass(frozen=True)
 class WrittenDataset:
-    """Parquet files of one or two Ray Datasets, which the driver sends to the workers instead of the function.
+    """Parquet files of one or two Ray Datasets, which the driver sends to the workers instead of the function."""
 
-    Attributes:
-        train, eval: the folders of the files.
-        holds_out: whether part of `train` is held out for evaluation, because the function returned no `eval` key.
-    """
-
+    # train, eval: the folders of the files
     train: str
     eval: str | None
-    holds_out: bool
+    holds_out: bool  # whether part of `train` is held out for evaluation, because the function returned no `eval` key
 
 
 def is_ray_dataset(value: Any) -> bool:
@@ -108,10 +104,7 @@ def _users_module(name: str, *, package: str) -> _ParsedModule | None:
 
 def written_datasets(source: str, function: Callable[..., Any], keys: Mapping[str, Any]) -> WrittenDataset | None:
     """Return the written Ray Datasets of this function, writing them if needed; None if it returns something else.
-
-    Raises:
-        InputError: the function failed, or returned an unreadable Ray Dataset, or mixed one with another object.
-    """
+    Raises InputError: the function failed, or returned an unreadable Ray Dataset, or mixed one with another object."""
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):

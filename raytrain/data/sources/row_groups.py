@@ -173,7 +173,6 @@ class GroupSplit(Split):
 
 
 def joined(splits: Sequence[Any]) -> Any:
-    """Concatenate splits with the same columns."""
     if len(splits) == 1:
         return splits[0]
     if isinstance(splits[0], TensorSplit):

@@ -175,14 +175,13 @@ def is_own(source: str) -> bool:
 
 
 def values_of(keys: Mapping[str, Any], section: type[SourceKeys], *, owner: str) -> dict[str, Any]:
-    """Return the values of all keys of a source, defaults included.
+    """Return the values of all keys of a source, defaults included. Raises InputError: an unknown key, a missing one,
+    or a value of the wrong kind.
 
     Args:
         keys: the keys given in the job.
         section: the keys that the source takes.
         owner: the name of the source in messages.
-    Raises:
-        InputError: an unknown key, a missing one, or a value of the wrong kind.
     """
     known = ", ".join(section.model_fields)
     for name, key in section.model_fields.items():
@@ -224,11 +223,8 @@ def as_paths(value: Any, *, key: str = "data.path") -> list[str]:
 
 
 def source_keys(data: DataConfig) -> dict[str, Any]:
-    """Return the source's own keys with defaults filled in.
-
-    Raises:
-        InputError: no source, an unknown source, or a key that is unknown, missing or of the wrong kind.
-    """
+    """Return the source's own keys with defaults filled in. Raises InputError: no source, an unknown source, or a
+    key that is unknown, missing or of the wrong kind."""
     if data.train is not None:
         if data.source is not None:
             raise InputError("data.source", got=f"{data.source} together with data.train", expected="only one of them")

@@ -71,13 +71,9 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
 
 
 def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str | None] = ()) -> Any:
-    """Read all files as one pyarrow Table, in the order given.
-
-    Args:
-        text: columns of CSV files that stay as they are written; the types of the others follow from all files.
-    Raises:
-        InputError: a file that is missing, unreadable or of another format, no rows, or columns that differ.
-    """
+    """Read all files as one pyarrow Table, in the order given. `text`: columns of CSV files that stay as they are
+    written; the types of the others follow from all files. Raises InputError: a file that is missing, unreadable or
+    of another format, no rows, or columns that differ."""
     import pyarrow as pa
 
     tables = [_read_table(path, kind=kind, key=key) for path in paths]
@@ -121,7 +117,6 @@ def _whole_numbers(paths: Sequence[str], name: str, *, key: str) -> list[str | N
 
 
 def check_distinct(names: Sequence[str], *, key: str) -> None:
-    """Raise InputError for a name of two columns."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if list(names).count(name) > 1)
         raise InputError(key, got=f"two columns named '{twice}'", expected="different names")
@@ -225,25 +220,31 @@ def _present(column: Any, missing: Sequence[str]) -> Any:
     return compute.call_function("if_else", [absent, pa.scalar(None, pa.string()), cells])
 
 
-def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:
-    """Return (schema, rows, bytes per row of each column) of Parquet files, from their metadata alone."""
+def open_parquet(path: str, *, key: str) -> Any:
+    """A Parquet file, opened. Raises InputError: it cannot be read, or is of another format."""
     import pyarrow as pa
     from pyarrow import parquet
 
+    filesystem, inner = locate(path, key=key)
+    try:
+        return parquet.ParquetFile(filesystem.open_input_file(inner))
+    except pa.ArrowException as error:
+        kind = KINDS.get(os.path.splitext(path.lower().removesuffix(".gz"))[1])
+        raise InputError(
+            key, got=f"{path}: {str(error).splitlines()[0].rstrip('.')}", expected="a parquet file",
+            remedy=f"data.source={kind} reads files of this name" if kind else "",
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise unreadable(path, error, key=key) from error
+
+
+def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:
+    """Return (schema, rows, bytes per row of each column) of Parquet files, from their metadata alone."""
     schema, rows, sizes = None, 0, {}
     for path in paths:
         file_size(path, key=key)
-        filesystem, inner = locate(path, key=key)
-        try:
-            with filesystem.open_input_file(inner) as file:
-                opened = parquet.ParquetFile(file)
-                meta, schema = opened.metadata, schema or opened.schema_arrow
-        except pa.ArrowException as error:
-            kind = KINDS.get(os.path.splitext(path.lower().removesuffix(".gz"))[1])
-            raise InputError(
-                key, got=f"{path}: {str(error).splitlines()[0].rstrip('.')}", expected="a parquet file",
-                remedy=f"data.source={kind} reads files of this name" if kind else "",
-            ) from error  # fmt: skip
+        opened = open_parquet(path, key=key)
+        meta, schema = opened.metadata, schema or opened.schema_arrow
         rows += meta.num_rows
         for group in range(meta.num_row_groups):
             for number in range(meta.num_columns):
@@ -261,13 +262,9 @@ def choose_columns(
     """Choose the columns of `schema` to use.
 
     List columns keep their names. Numeric columns are stacked into x, unless neither features nor a label is given:
-    then all keep their names, and a column `labels` of strings is the label.
-
-    Args:
-        table: the rows, if they were read: a message names the value that makes a column text.
-    Raises:
-        InputError: a column that does not exist, or one that is not numeric.
-    """
+    then all keep their names, and a column `labels` of strings is the label. `table`: the rows, if they were read: a
+    message names the value that makes a column text. Raises InputError: a column that does not exist, or one that is
+    not numeric."""
     names = list(schema.names)
     check_distinct(names, key=key)
     for wanted, origin in [*((name, "data.features") for name in features or ()), (label, "data.label")]:
@@ -346,7 +343,6 @@ def first_text(column: Any) -> str | None:
 
 
 def no_label(name: str, kind: Any) -> InputError:
-    """The error for a column whose type cannot be a label."""
     expected = "whole numbers or strings for classes, fractions for regression"
     return InputError("data.label", got=f"column '{name}' of type {kind}", expected=expected)
 
@@ -397,24 +393,22 @@ class TableColumns:
 
 
 def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None, key: str) -> TableColumns:
-    """Convert the chosen columns to arrays: x float32, labels int64 (classes) or float32, lists unchanged.
-
-    Raises:
-        InputError: a missing value, NaN or infinity; the message names column and row.
-    """
+    """Convert the chosen columns to arrays: x float32, labels int64 (classes) or float32, lists unchanged. Raises
+    InputError: a missing value, NaN or infinity; the message names column and row."""
     columns = TableColumns()
     for name in (*choice.stacked, *choice.named):
         if column_kind(table.schema.field(name).type) == "other":
             seen = f"column '{name}' of type {table.schema.field(name).type}"
             raise InputError(key, got=seen, expected="numbers or lists of numbers")
     if choice.stacked:
-        parts = [_numbers(table, name, key=key).astype(np.float32) for name in choice.stacked]
+        parts = [_numbers(table[name], name, key=key).astype(np.float32) for name in choice.stacked]
         columns.dense["x"] = np.stack(parts, axis=1)
-        for number, name in enumerate(choice.stacked):
-            _check_finite(columns.dense["x"][:, number], name, key=key)
     for name in choice.named:
-        if column_kind(table.schema.field(name).type) == "number":
-            columns.dense[name] = _numbers(table, name, key=key)
+        kind = table.schema.field(name).type
+        if column_kind(kind) == "number":
+            columns.dense[name] = _numbers(table[name], name, key=key)
+        elif is_nested(kind):
+            columns.dense[name] = _nested(table[name], name, key=key)
         else:
             _lists(table, name, columns, key=key)
     if choice.label is not None:
@@ -422,18 +416,12 @@ def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None
     return columns
 
 
-def _numbers(table: Any, name: str, *, key: str) -> np.ndarray:
-    """Return a numeric column as int64 or float32; all values must be present and finite."""
-    column = table[name]
-    check_present(column, name, key=key)
-    values = _values(column, name, key=key)
-    _check_finite(values, name, key=key)
-    return values
-
-
-def _values(column: Any, name: str, *, key: str) -> np.ndarray:
+def _numbers(column: Any, name: str, *, key: str, offsets: np.ndarray | None = None) -> np.ndarray:
+    """A column of numbers as int64 or float32; all must be present and finite. `offsets`: where its rows begin, if a
+    row has several."""
     import pyarrow as pa
 
+    check_present(column, name, key=key, offsets=offsets)
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
     values = column.to_numpy()
@@ -443,7 +431,11 @@ def _values(column: Any, name: str, *, key: str) -> np.ndarray:
             remedy="write larger ones as fractions, such as parts of 2**64, or as several columns",
         )  # fmt: skip
     with np.errstate(over="ignore"):  # values out of float32 range become infinite and are rejected by column name
-        return values.astype(np.int64 if values.dtype.kind in "biu" else np.float32)
+        values = values.astype(np.int64 if values.dtype.kind in "biu" else np.float32)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        at = int(np.argmax(~np.isfinite(values)))
+        raise nonfinite(key, value=float(values[at]), column=name, row=_row_of(at, offsets))
+    return values
 
 
 def _row_of(at: int, offsets: np.ndarray | None) -> int:
@@ -462,28 +454,16 @@ def check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | Non
         )
 
 
-def _check_finite(values: np.ndarray, name: str, *, key: str, offsets: np.ndarray | None = None) -> None:
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        at = int(np.argmax(~np.isfinite(values)))
-        raise nonfinite(key, value=float(values[at]), column=name, row=_row_of(at, offsets))
-
-
 def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
-    """Add a list column to `columns`: dense (rows, L) if the type fixes the length, otherwise ragged. Lists of
-    lists are dense, (rows, ...)."""
+    """Add a list column to `columns`: dense (rows, L) if the type fixes the length, otherwise ragged."""
     from pyarrow import compute, types
 
     column = table[name]
-    if is_nested(column.type):
-        columns.dense[name] = _nested(column, name, key=key)
-        return
     check_present(column, name, key=key)
     flat = compute.call_function("list_flatten", [column])  # by name: pyarrow generates its functions at import
     lengths = compute.call_function("list_value_length", [column]).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    check_present(flat, name, key=key, offsets=offsets)
-    values = _values(flat, name, key=key)
-    _check_finite(values, name, key=key, offsets=offsets)
+    values = _numbers(flat, name, key=key, offsets=offsets)
     if types.is_fixed_size_list(column.type):
         columns.dense[name] = values.reshape(table.num_rows, -1)
     else:
@@ -507,16 +487,12 @@ def _nested(column: Any, name: str, *, key: str) -> np.ndarray:
         flat = compute.call_function("list_flatten", [flat])
     if not len(flat):
         raise InputError(key, got=f"empty lists in column '{name}'", expected="values in every row")
-    offsets = np.arange(rows + 1) * math.prod(shape)
-    check_present(flat, name, key=key, offsets=offsets)
-    values = _values(flat, name, key=key)
-    _check_finite(values, name, key=key, offsets=offsets)
+    values = _numbers(flat, name, key=key, offsets=np.arange(rows + 1) * math.prod(shape))
     return values.reshape(rows, *shape)
 
 
 def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str) -> np.ndarray:
     """Return class numbers as int64 (strings by index in `classes`), or a floating-point column as float32."""
-
     column = table[name]
     check_present(column, name, key=key)
     if classes is not None:
@@ -524,8 +500,7 @@ def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str)
         return np.array([numbers[text] for text in column.to_pylist()], dtype=np.int64)
     if column_kind(column.type) != "number":
         raise no_label(name, column.type)
-    values = _values(column, name, key=key)
-    _check_finite(values, name, key=key)
+    values = _numbers(column, name, key=key)
     if not is_fraction(column.type):
         check_classes(values, name=name, key="data.label")
     return values

@@ -22,7 +22,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.sources.sections import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 from raytrain.plan.facts import DataFacts
-from raytrain.runs.storage import file_size, read_bytes
+from raytrain.runs.storage import read_bytes
 
 # ---------------------------------------------------------------- text
 
@@ -92,12 +92,9 @@ def text_facts(
     reason: str,
     key: str,
 ) -> DataFacts:
-    """Return the sizes of a text of `train` and `evaluation` tokens (0 = no evaluation).
-
-    Raises:
-        InputError: fewer than two windows of training tokens (the offset of an epoch may skip up to one), or fewer
-            than one window plus one token of evaluation tokens.
-    """
+    """Return the sizes of a text of `train` and `evaluation` tokens (0 = no evaluation). Raises InputError: fewer
+    than two windows of training tokens (the offset of an epoch may skip up to one), or fewer than one window plus
+    one token of evaluation tokens."""
     needs = {"training": (train, 2 * context)}
     if evaluation:
         needs["evaluation"] = (evaluation, context + 1)
@@ -125,17 +122,6 @@ def cut(tokens: int, fraction: float) -> int:
     return int(tokens * (1 - fraction))
 
 
-def describe_text(
-    paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str
-) -> DataFacts:
-    length = check_context(context)
-    sizes = sum(file_size(path, key="data.path") for path in paths)
-    eval_sizes = sum(file_size(path, key="data.eval_path") for path in eval_paths)
-    return describe_bytes(
-        sizes, eval_sizes, context=length, fraction=fraction, vocabulary=vocabulary, origin=_files(paths)
-    )
-
-
 def describe_bytes(
     size: int,
     eval_size: int = 0,
@@ -160,7 +146,7 @@ def describe_bytes(
     )
 
 
-def _files(paths: list[str]) -> str:
+def files_text(paths: list[str]) -> str:
     return f"text {paths[0]}" if len(paths) == 1 else f"text of {counted(len(paths), 'file')}"
 
 
@@ -186,7 +172,7 @@ def open_text(
         context=context,
         eval_fraction=fraction,
         vocabulary=vocabulary,
-        origin=_files(paths),
+        origin=files_text(paths),
         same_labels=same_labels,
     )
 
@@ -297,11 +283,8 @@ STDLIB = "the source text of Python's standard library"
 
 
 def stdlib_files(max_bytes: int = STDLIB_MAX_BYTES) -> tuple[list[Path], int]:
-    """Return the standard library's source files, sorted, up to `max_bytes`, and their total bytes.
-
-    Raises:
-        InputError: this Python has no source files (for example an embedded build).
-    """
+    """Return the standard library's source files, sorted, up to `max_bytes`, and their total bytes. Raises
+    InputError: this Python has no source files (for example an embedded build)."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, names, files in os.walk(root):

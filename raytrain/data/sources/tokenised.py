@@ -6,7 +6,7 @@ From lines to rows: what a line holds, which tokens are learned, how rows are tr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,55 +37,39 @@ from raytrain.runs.storage import read_bytes
 
 
 def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) -> dict[str, list[Any]]:
-    """Return the columns of the files, by key of the `data` section.
-
-    Args:
-        fields: key of the section ("text_field", ...) -> the field name in each line.
-        key: the config key that errors about files name.
-    Raises:
-        InputError: no lines, or a line that is not a JSON object, lacks a field, or has a value of the wrong type.
-    """
+    """Return the columns of the files, by key of the `data` section. `fields`: key of the section ("text_field",
+    ...) -> the field name in each line. `key`: the config key that errors about files name. Raises InputError: no
+    lines, or a line that is not a JSON object, lacks a field, or has a value of the wrong type."""
     columns: dict[str, list[Any]] = {name: [] for name in fields}
     for path in paths:
-        for number, row in _lines(path, key=key):
+        for number, line in enumerate(read_bytes(path, key=key, unpack=True).split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            where = f"line {number} of {path}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                seen = f"{where}, which is not valid JSON ({error})"
+                raise InputError(key, got=seen, expected="one JSON object per line") from error
+            if not isinstance(row, dict):
+                raise InputError(key, got=f"{where} is a {type(row).__name__}", expected="a JSON object")
             for name, field in fields.items():
-                columns[name].append(_value(row, name, field, where=f"line {number} of {path}"))
+                columns[name].append(_value(row, name, field, where=where))
     if not next(iter(columns.values())):
         raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return columns
 
 
-def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(read_bytes(path, key=key, unpack=True).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            seen = f"line {number} of {path}, which is not valid JSON ({error})"
-            raise InputError(key, got=seen, expected="one JSON object per line") from error
-        if not isinstance(row, dict):
-            raise InputError(key, got=f"line {number} of {path} is a {type(row).__name__}", expected="a JSON object")
-        yield number, row
-
-
 def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
     if field not in row:
         raise InputError(
-            f"data.{name}",
-            got=f"'{field}', which is missing in {where}",
-            expected=f"one of {', '.join(row) or 'some fields'}",
-            remedy=suggestion(field, row),
-        )
-    value = row[field]
-    if name == "label_field":
-        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        expected = "a class, as a whole number or a string"
-    elif isinstance(value, str):
+            f"data.{name}", got=f"'{field}', which is missing in {where}",
+            expected=f"one of {', '.join(row) or 'some fields'}", remedy=suggestion(field, row),
+        )  # fmt: skip
+    value, is_class = row[field], name == "label_field"
+    if isinstance(value, str) or (is_class and type(value) is int):
         return value
-    else:
-        expected = "a string"
+    expected = "a class, as a whole number or a string" if is_class else "a string"
     raise InputError(f"data.{name}", got=f"{value!r} as '{field}' in {where}", expected=expected)
 
 
@@ -145,12 +129,9 @@ class Row:
 
 
 def to_row(document: Document, *, max_length: int, same_labels: bool) -> Row | None:
-    """Truncate a document to a row of at most `max_length` tokens; None if no label is left to learn.
-
-    Args:
-        same_labels: labels equal the tokens, with the first set to -100, for a model that shifts them itself;
-            otherwise each label is the next token.
-    """
+    """Truncate a document to a row of at most `max_length` tokens; None if no label is left to learn. `same_labels`:
+    labels equal the tokens, with the first set to -100, for a model that shifts them itself; otherwise each label is
+    the next token."""
     ids = document.ids[: max_length + (not same_labels)]
     labels = ids.copy()
     labels[: document.given] = IGNORED_LABEL
@@ -195,10 +176,7 @@ def packed(rows: Sequence[Row], *, length: int, pad: int) -> TableColumns:
 
 def share_rows(lengths: np.ndarray, *, room: int) -> list[list[int]]:
     """Assign documents to rows: longest first, each into the fullest row that still has room (best-fit decreasing).
-
-    Args:
-        lengths: none longer than `room`.
-    """
+    `lengths`: none longer than `room`."""
     held: list[list[int]] = []
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # indexed by the room left
     left = 0  # bit s is set if some row has room s left, so the smallest sufficient room is found in one step
@@ -228,27 +206,16 @@ FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
 
 @dataclass(frozen=True)
 class Tokenised:
-    """The tokens of a source, in host memory.
-
-    Attributes:
-        tokenizer: folder of the tokenizer.
-        vocab_size: number of tokens in its vocabulary.
-        pad: the token that rows are padded with.
-        train, eval: one long text as (N,) tokens, or columns of rows; `eval` is None if nothing is held out.
-        describe: a one-line description for messages.
-        same_labels: labels are the input_ids (`TextSplit`).
-        row_length: tokens per row, None if rows have different lengths.
-        classes, class_names: as in `Source`.
-    """
-
-    tokenizer: str
-    vocab_size: int
-    pad: int
+    tokenizer: str  # folder of the tokenizer
+    vocab_size: int  # number of tokens in its vocabulary
+    pad: int  # the token that rows are padded with
+    # train, eval: one long text as (N,) tokens, or columns of rows; `eval` is None if nothing is held out
     train: np.ndarray | TableColumns
     eval: np.ndarray | TableColumns | None
-    describe: str
-    same_labels: bool = False
-    row_length: int | None = None
+    describe: str  # a one-line description for messages
+    same_labels: bool = False  # labels are the input_ids (`TextSplit`)
+    row_length: int | None = None  # tokens per row, None if rows have different lengths
+    # classes, class_names: as in `Source`
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
 
@@ -259,18 +226,14 @@ def is_tokenised(data: DataConfig) -> bool:
 
 
 def tokenise(data: DataConfig) -> Tokenised:
-    """Read and tokenize all files; a pure function of the files and the section.
-
-    Raises:
-        InputError: there is no tokenizer, or the files are invalid.
-    """
+    """Read and tokenize all files; a pure function of the files and the section. Raises InputError: there is no
+    tokenizer, or the files are invalid."""
     keys = source_keys(data)
     tokenizer = hf.open_tokenizer(keys["tokenizer"])
-    if data.source == "text":
-        return _text(keys, tokenizer, fraction=data.eval_fraction)
-    if keys["label_field"] is not None:
-        return _classes(keys, tokenizer, fraction=data.eval_fraction)
-    return _documents(keys, tokenizer, fraction=data.eval_fraction)
+    read = _text if data.source == "text" else _classes if keys["label_field"] is not None else _documents
+    found = read(keys, tokenizer, fraction=data.eval_fraction)
+    pad = hf.pad_id(tokenizer)
+    return Tokenised(tokenizer=keys["tokenizer"], vocab_size=len(tokenizer), pad=pad, **found)
 
 
 def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
@@ -308,7 +271,7 @@ def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
 # ---------------------------------------------------------------- one long text
 
 
-def _text(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokenised:
+def _text(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> dict[str, Any]:
     tokens = _tokens_of(as_paths(keys["path"]), tokenizer, key="data.path")
     eval_paths = as_paths(keys["eval_path"])
     if eval_paths:
@@ -317,39 +280,34 @@ def _text(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokeni
         at = cut(len(tokens), fraction)
         tokens, others = tokens[:at], tokens[at:]
     kept = f"{len(others):,} of them for evaluation" if len(others) else "none for evaluation"
-    return Tokenised(
-        tokenizer=keys["tokenizer"],
-        vocab_size=len(tokenizer),
-        pad=hf.pad_id(tokenizer),
-        train=tokens,
-        eval=others,
-        describe=f"text {', '.join(as_paths(keys['path']))}: {len(tokens) + len(others):,} tokens, {kept}",
-        same_labels=keys["labels"] == "same",
-    )
+    describe = f"text {', '.join(as_paths(keys['path']))}: {len(tokens) + len(others):,} tokens, {kept}"
+    return {"train": tokens, "eval": others, "describe": describe, "same_labels": keys["labels"] == "same"}
 
 
 def _tokens_of(paths: Sequence[str], tokenizer: Any, *, key: str) -> np.ndarray:
     """Tokenize files, concatenated in the order given without separators."""
-    tokens = hf.encode_text(tokenizer, "".join(_decoded(path, key=key) for path in paths))
+    texts = []
+    for path in paths:
+        try:
+            texts.append(read_bytes(path, key=key).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            seen = f"byte {error.start} of {path}, which is not valid UTF-8"
+            raise InputError(key, got=seen, expected="UTF-8 text") from error
+    tokens = hf.encode_text(tokenizer, "".join(texts))
     return tokens.astype(np.uint16) if len(tokenizer) <= 2**16 else tokens
-
-
-def _decoded(path: str, *, key: str) -> str:
-    try:
-        return read_bytes(path, key=key).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            key, got=f"byte {error.start} of {path}, which is not valid UTF-8", expected="UTF-8 text"
-        ) from error
 
 
 # ---------------------------------------------------------------- rows of JSON lines
 
 
-def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokenised:
+def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> dict[str, Any]:
     """Tokenize documents, or prompts with completions; they are held out by document, before packing."""
     same, length = keys["labels"] == "same", int(keys["max_length"])
-    parts = _split_documents(keys, lambda columns: _encoded(columns, tokenizer), fraction=fraction)
+    documents = _encoded(_columns(keys, "path"), tokenizer)
+    if keys["eval_path"] is not None:
+        parts = [documents, _encoded(_columns(keys, "eval_path"), tokenizer)]
+    else:
+        parts = [[documents[row] for row in part] for part in holdout(len(documents), fraction)]
     rows = [[to_row(one, max_length=length, same_labels=same) for one in part] for part in parts]
     kept = [[row for row in part if row is not None] for part in rows]
     if not kept[0]:
@@ -358,34 +316,19 @@ def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> T
     lost = sum(map(len, rows)) - sum(map(len, kept))
     limit = length + (not same)
     shortened = sum(len(one.ids) > limit for part in parts for one in part)
-    share = keys["packing"] == "packed"
-    train, evaluation = (_to_columns(part, keys, tokenizer) if part else None for part in kept)
-    assert train is not None, "there are rows to train on"
     notes = [f"{len(kept[0]):,} texts to train on, {len(kept[1]):,} for evaluation"]
-    notes += [_fill_rate(train, kept[0])] if share else []
+    share = keys["packing"] == "packed"
+    to_columns = partial(packed, length=length, pad=hf.pad_id(tokenizer)) if share else padded
+    train, evaluation = (to_columns(part) if part else None for part in kept)
+    if share and train is not None:
+        ids, tokens = train.dense["input_ids"], sum(len(row.ids) for row in kept[0])
+        notes.append(f"packed into {len(ids):,} rows of {ids.shape[1]}, {tokens / ids.size:.0%} full")
     notes += [f"{shortened:,} truncated to data.max_length {length}"] if shortened else []
     notes += [f"{lost:,} skipped (no label to learn)"] if lost else []
-    return Tokenised(
-        tokenizer=keys["tokenizer"],
-        vocab_size=len(tokenizer),
-        pad=hf.pad_id(tokenizer),
-        train=train,
-        eval=evaluation,
-        describe=f"jsonl {', '.join(as_paths(keys['path']))}: {'; '.join(notes)}",
-        same_labels=same,
-        row_length=length if share else None,
-    )
-
-
-def _to_columns(rows: Sequence[Row], keys: Mapping[str, Any], tokenizer: Any) -> TableColumns:
-    if keys["packing"] == "packed":
-        return packed(rows, length=int(keys["max_length"]), pad=hf.pad_id(tokenizer))
-    return padded(rows)
-
-
-def _fill_rate(columns: TableColumns, rows: Sequence[Row]) -> str:
-    ids = columns.dense["input_ids"]
-    return f"packed into {len(ids):,} rows of {ids.shape[1]}, {sum(len(row.ids) for row in rows) / ids.size:.0%} full"
+    return {
+        "train": train, "eval": evaluation, "same_labels": same, "row_length": length if share else None,
+        "describe": f"jsonl {', '.join(as_paths(keys['path']))}: {'; '.join(notes)}",
+    }  # fmt: skip
 
 
 def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]:
@@ -400,39 +343,31 @@ def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]
     ]
 
 
-def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokenised:
-    """Tokenize texts that have one class each."""
-    length = int(keys["max_length"])
-    columns = _columns(keys, "path")
-    others = _columns(keys, "eval_path") if keys["eval_path"] is not None else None
-    labels = [part["label_field"] for part in (columns, others) if part is not None]
-    numbers, classes, names = class_numbers(labels, keys["class_names"])
-
-    def rows(part: Mapping[str, list[Any]], labels: np.ndarray) -> list[tuple[np.ndarray, int]]:
-        ids = hf.encode_rows(tokenizer, part["text_field"], special=True, max_length=length)
-        return list(zip(ids, labels.tolist(), strict=True))
-
-    train = rows(columns, numbers[0])
-    evaluation = rows(others, numbers[1]) if others is not None else []
-    if others is None:
-        first, held = holdout(len(train), fraction)
-        train, evaluation = [train[row] for row in first], [train[row] for row in held]
-    summary = f"{len(train):,} texts of {classes} classes to train on, {len(evaluation):,} for evaluation"
-    return Tokenised(
-        tokenizer=keys["tokenizer"],
-        vocab_size=len(tokenizer),
-        pad=hf.pad_id(tokenizer),
-        train=_class_columns(train),
-        eval=_class_columns(evaluation) if evaluation else None,
-        describe=f"jsonl {', '.join(as_paths(keys['path']))}: {summary}",
-        classes=classes,
-        class_names=names,
+def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> dict[str, Any]:
+    names = [name for name in ("path", "eval_path") if keys[name] is not None]
+    columns = [_columns(keys, name) for name in names]
+    labels = [part["label_field"] for part in columns]
+    numbers, classes, class_names = class_numbers(labels, keys["class_names"])
+    parts: list[list[tuple[np.ndarray, int]]] = []
+    for part, own in zip(columns, numbers, strict=True):
+        ids = hf.encode_rows(tokenizer, part["text_field"], special=True, max_length=int(keys["max_length"]))
+        parts.append(list(zip(ids, own.tolist(), strict=True)))
+    if len(parts) == 1:
+        parts = [[parts[0][row] for row in part] for part in holdout(len(parts[0]), fraction)]
+    train, evaluation = (
+        TableColumns(
+            dense={"labels": np.array([label for _, label in part], np.int64)},
+            ragged={"input_ids": joined([ids for ids, _ in part])},
+        )
+        if part
+        else None
+        for part in parts
     )
-
-
-def _class_columns(rows: Sequence[tuple[np.ndarray, int]]) -> TableColumns:
-    labels = np.array([label for _, label in rows], np.int64)
-    return TableColumns(dense={"labels": labels}, ragged={"input_ids": joined([ids for ids, _ in rows])})
+    summary = f"{len(parts[0]):,} texts of {classes} classes to train on, {len(parts[1]):,} for evaluation"
+    return {
+        "train": train, "eval": evaluation, "classes": classes, "class_names": class_names,
+        "describe": f"jsonl {', '.join(as_paths(keys['path']))}: {summary}",
+    }  # fmt: skip
 
 
 def _columns(keys: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
@@ -440,28 +375,13 @@ def _columns(keys: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
     return read_fields(as_paths(keys[name]), fields=fields, key=f"data.{name}")
 
 
-def _split_documents(
-    keys: Mapping[str, Any], encoded: Callable[[Mapping[str, list[Any]]], list[Document]], *, fraction: float
-) -> tuple[list[Document], list[Document]]:
-    train = encoded(_columns(keys, "path"))
-    if keys["eval_path"] is not None:
-        return train, encoded(_columns(keys, "eval_path"))
-    first, held = holdout(len(train), fraction)
-    return [train[row] for row in first], [train[row] for row in held]
-
-
 USUAL_LENGTH = 512
 ROW_KEYS = ("class_names", "tokenizer", "max_length", "packing", "labels")
 
 
 def resolve_text_keys(data: DataConfig, model: ModelConfig) -> DataConfig:
-    """Return the section with every `auto` value for text resolved; other sections are unchanged.
-
-    Args:
-        model: the `model` section, with absolute paths.
-    Raises:
-        InputError: conflicting keys, or rows longer than the model accepts.
-    """
+    """Return the section with every `auto` value for text resolved; other sections are unchanged. `model`: the
+    `model` section, with absolute paths. Raises InputError: conflicting keys, or rows longer than the model accepts."""
     if data.train is not None or data.source not in ("text", "jsonl"):
         return data
     keys = source_keys(data)

@@ -33,8 +33,6 @@ POLL_S = 0.2
 
 
 class StageActor:
-    """One of the later stages."""
-
     def __init__(self, work: Work, stage: int) -> None:
         if work.threads is not None:
             torch.set_num_threads(work.threads)
@@ -62,17 +60,13 @@ class StageActor:
 def remote_pipeline(work: Work, *, cpus: float, gpus: float, accelerator: str | None = None) -> StagePipeline:
     """Start the stages of one replica; they end with this process, and it notices if one of them ends.
 
-    In an actor of a placement group each stage has the bundle of its number.
-
-    Args:
-        cpus, gpus, accelerator: Ray resources of each further stage, and the type of its GPU.
-    Raises:
-        StateLost: a stage ended before all were ready. RunError: there is no room for them in the cluster.
-    """
+    In an actor of a placement group each stage has the bundle of its number. `cpus`, `gpus`, `accelerator`: Ray
+    resources of each further stage, and the type of its GPU. Raises StateLost: a stage ended before all were ready.
+    RunError: there is no room for them in the cluster."""
     assert work.split is not None
     stages = _FurtherStages(work, cpus=cpus, gpus=gpus, accelerator=accelerator)
     try:
-        loaded = stages.begin_to_load()
+        loaded = stages.load()
         first = load_stage(work.model, work.split, 0, torch.device(work.model.device))
         stages.get(loaded)
     except BaseException:
@@ -102,7 +96,7 @@ class _FurtherStages:
             place = {} if group is None else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, stage)}
             self._actors.append(kind.options(**place).remote(work, stage))
 
-    def begin_to_load(self) -> list[Any]:
+    def load(self) -> list[Any]:
         """Wait for the places of all stages; returns what `get` waits for until they have read their tensors."""
         from ray.exceptions import GetTimeoutError
 
@@ -132,7 +126,6 @@ class _FurtherStages:
             raise getattr(error, "cause", None) or error from None
 
     def _lost(self, error: Exception) -> StateLost:
-        """The error of the stage that has ended."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -164,15 +157,14 @@ class ReplicaPlaces:
     """One placement group for each replica, with a bundle for each of its processes.
 
     Stages that Ray places one by one could leave two replicas with half of their stages each, which wait for each
-    other. Replicas beyond the first that find no room are placed as soon as there is some.
+    other. Replicas beyond the first that find no room are placed as soon as there is some. Raises RunError: the cluster
+    has no room for them within `ROOM_S`.
 
     Args:
         stages: of a replica, or other processes.
         cpus, gpus, accelerator: Ray resources of each, and the type of its GPU.
         at_once: replicas that must have room before the job begins.
         hosts: of experts, which all processes of a replica but the first are; 0 where they are stages.
-    Raises:
-        RunError: the cluster has no room for them within `ROOM_S`.
     """
 
     def __init__(
@@ -208,7 +200,6 @@ class ReplicaPlaces:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(next(self._turns), 0)}
 
     def close(self) -> None:
-        """Give the places back."""
         from ray.util.placement_group import remove_placement_group
 
         for group in self._groups:
@@ -222,12 +213,8 @@ def _is_placed(group: Any) -> bool:
 
 
 def no_room(stages: int, bundle: dict[str, float], *, replicas: int = 1, hosts: int = 0) -> RunError:
-    """The error of stages that were not placed in time: what they need, and what the cluster has.
-
-    Args:
-        bundle: the resources of a stage.
-        hosts: see `ReplicaPlaces`.
-    """
+    """The error of stages that were not placed in time: what they need, and what the cluster has. `bundle`: the
+    resources of a stage. `hosts`: see `ReplicaPlaces`."""
     import ray
 
     free, have = ray.available_resources(), ray.cluster_resources()

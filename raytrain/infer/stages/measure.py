@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.accelerator import empty_cache, seconds_of
+from raytrain.errors import RunError
 from raytrain.infer.input import Unit, batches_of
 from raytrain.infer.predictor import Predictor, TextPredictor
 from raytrain.infer.stages.split import SplitModule, load_stage, skeleton_of
@@ -34,26 +35,17 @@ LEAST_BATCHES = 64
 
 @dataclass(frozen=True)
 class PartTimes:
-    """What was measured; can be pickled.
+    """What was measured; can be pickled."""
 
-    Attributes:
-        seconds: of each part of the plan, for a batch with its whole answers; () if nothing was measured.
-        reason: why nothing was measured; "" otherwise.
-        took_s: seconds of the measurement.
-    """
-
+    # of each part of the plan, for a batch with its whole answers; () if nothing was measured
     seconds: tuple[float, ...] = ()
-    reason: str = ""
-    took_s: float = 0.0
+    reason: str = ""  # why nothing was measured; "" otherwise
+    took_s: float = 0.0  # seconds of the measurement
 
 
 def measure_parts(work: Work, unit: Unit) -> PartTimes:
-    """Time every part on some batches of a unit. A row or a batch that fails ends it: the job computes the row again,
-    and tells.
-
-    Raises:
-        InputError: the model does not fit its weights or the input.
-    """
+    """Time every part on some batches of a unit. A row or a batch that fails ends it: the job computes the row
+    again, and tells. Raises InputError: the model does not fit its weights or the input."""
     began = time.perf_counter()
     if work.threads is not None:
         torch.set_num_threads(work.threads)
@@ -66,13 +58,14 @@ def measure_parts(work: Work, unit: Unit) -> PartTimes:
         batches = [_recorded(recorder, predictor, work, unit, batch) for batch in _chosen(predictor, work, unit)]
     except Exception as error:  # of a row
         return PartTimes(reason=f"a row failed: {type(error).__name__}")
-    sums = _Sums(len(batches) - 1, predictor.answer_tokens)
     assert work.split is not None
+    seconds = list[float]()
     for stage in range(work.split.plan.stages):
-        failed = _time_stage(work, stage, batches, sums)
-        if failed is not None:
-            return PartTimes(reason=f"a batch failed: {failed}")
-    return PartTimes(tuple(sums.seconds), took_s=time.perf_counter() - began)
+        try:
+            seconds += _time_stage(work, stage, batches, tokens=predictor.answer_tokens)
+        except RunError as error:
+            return PartTimes(reason=f"a batch failed: {error}")
+    return PartTimes(tuple(seconds), took_s=time.perf_counter() - began)
 
 
 def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
@@ -89,7 +82,6 @@ def _chosen(predictor: Predictor, work: Work, unit: Unit) -> list[list[int]]:
 def _recorded(
     recorder: PassRecorder, predictor: Predictor, work: Work, unit: Unit, batch: Sequence[int]
 ) -> list[StagePass]:
-    """The passes of a batch, with the first tokens of its answers."""
     short: Any = predictor.shortened(TOKENS)
     if isinstance(short, TextPredictor):  # no answer may end early
         plain = replace(short.sampling, temperature=0.0, top_k=None, top_p=None, end_ids=frozenset(), stop=())
@@ -102,15 +94,10 @@ def _recorded(
 
 @dataclass
 class PassRecorder:
-    """In the place of a `StagePipeline`: keeps the inputs of passes instead of computing them; outputs are zeros.
+    """In the place of a `StagePipeline`: keeps the inputs of passes instead of computing them; outputs are zeros."""
 
-    Attributes:
-        generates: whether outputs are logits of tokens.
-        passes: since they were last taken.
-    """
-
-    generates: bool = False
-    passes: list[StagePass] = field(default_factory=list)
+    generates: bool = False  # whether outputs are logits of tokens
+    passes: list[StagePass] = field(default_factory=list)  # since they were last taken
     _caches: Any = field(default_factory=itertools.count, repr=False)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
@@ -125,34 +112,9 @@ class PassRecorder:
         """Caches end with their stage."""
 
 
-@dataclass
-class _Sums:
-    """Seconds of the parts for one batch.
-
-    Attributes:
-        batches: that were timed.
-        tokens: of a whole answer.
-    """
-
-    batches: int
-    tokens: int
-    seconds: list[float] = field(default_factory=list)
-
-    def add(self, first: Sequence[Sequence[float]], later: Sequence[Sequence[float]]) -> None:
-        """The next stage's parts, by pass.
-
-        Args:
-            first: of the first pass of each batch, which reads the prompts. later: of those of one token each.
-        """
-        means = [sum(each) / self.batches for each in zip(*first, strict=True)]
-        if later:
-            each_token = [sum(each) / len(later) for each in zip(*later, strict=True)]
-            means = [mean + (self.tokens - 1) * token for mean, token in zip(means, each_token, strict=True)]
-        self.seconds += means
-
-
-def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _Sums) -> str | None:
-    """Load a stage, run all passes through it in place, and let go of it; returns the error of one that failed."""
+def _time_stage(work: Work, number: int, batches: list[list[StagePass]], *, tokens: int) -> list[float]:
+    """Load a stage, run all passes through it in place, and let go of it; returns the seconds of its parts for one
+    batch with answers of so many `tokens`. Raises RunError: a pass failed."""
     split = work.split
     assert split is not None
     device = torch.device(split.devices[number] if split.devices else work.model.device)
@@ -166,19 +128,20 @@ def _time_stage(work: Work, number: int, batches: list[list[StagePass]], sums: _
             passes[place] = made = stage.run(one)
             seconds = clock.take()
             if made.error is not None:
-                return made.error[1]
-            if at:  # the first batch warms up
+                raise RunError(made.error[1])
+            if at:  # the first batch warms up; a batch's first pass reads the prompts, later ones a token each
                 (later if place else first).append(seconds)
-    sums.add(first, later)
     del stage, clock
     gc.collect()  # hooks and modules refer to each other
     empty_cache(device)
-    return None
+    means = [sum(each) / len(first) for each in zip(*first, strict=True)]
+    if later:
+        each_token = [sum(each) / len(later) for each in zip(*later, strict=True)]
+        means = [mean + (tokens - 1) * token for mean, token in zip(means, each_token, strict=True)]
+    return means
 
 
 class PartClock:
-    """Seconds that the parts of a stage take."""
-
     def __init__(self, stage: ModelStage) -> None:
         plan, self._device = stage.plan, stage.device
         held = range(plan.bounds[stage.stage], plan.bounds[stage.stage + 1])

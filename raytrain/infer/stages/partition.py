@@ -24,18 +24,12 @@ LOGIT_BYTES = 12
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A module that a forward pass calls once, with everything that crosses a cut before it as its first argument.
+    """A module that a forward pass calls once, with everything that crosses a cut before it as its first argument."""
 
-    Attributes:
-        name: in the model, such as `blocks.0`.
-        bytes: of its parameters; those of the first part include parameters of no other part.
-        repeated: whether it is one of the model's repeated blocks, whose numbers a map may use alone.
-        modules: its modules by name, if there are several: all that come before the repeated blocks are one part.
-    """
-
-    name: str
-    bytes: int
-    repeated: bool = False
+    name: str  # in the model, such as `blocks.0`
+    bytes: int  # of its parameters; those of the first part include parameters of no other part
+    repeated: bool = False  # whether it is one of the model's repeated blocks, whose numbers a map may use alone
+    # its modules by name, if there are several: all that come before the repeated blocks are one part
     modules: tuple[str, ...] = ()
 
     @property
@@ -45,15 +39,10 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Contiguous runs of parts, one for each stage.
+    """Contiguous runs of parts, one for each stage."""
 
-    Attributes:
-        parts: all parts in the order of a forward pass.
-        bounds: stage k holds the parts `bounds[k]` to `bounds[k + 1]`.
-    """
-
-    parts: tuple[ModelPart, ...]
-    bounds: tuple[int, ...]
+    parts: tuple[ModelPart, ...]  # all parts in the order of a forward pass
+    bounds: tuple[int, ...]  # stage k holds the parts `bounds[k]` to `bounds[k + 1]`
 
     @property
     def stages(self) -> int:
@@ -74,7 +63,7 @@ def plan_stages(
     parts: Sequence[ModelPart], stages: int, *, policy: str = "auto", limit: int | None = None,
     seconds: Sequence[float] | None = None,
 ) -> StagePlan:  # fmt: skip
-    """Divide parts over stages.
+    """Divide parts over stages. Raises InputError: fewer parts than stages, or parts that do not fit the limit.
 
     Args:
         policy: `balanced` (also `auto`) makes the slowest stage as fast as possible, or the largest as small as
@@ -82,9 +71,6 @@ def plan_stages(
             blocks and balances the rest; `sequential` fills each stage up to the limit before the next one.
         limit: bytes of weights that a stage may hold.
         seconds: measured, of each part.
-
-    Raises:
-        InputError: fewer parts than stages, or parts that do not fit the limit.
     """
     if stages > len(parts):
         raise InputError(KEY, got=str(stages), expected=f"at most {len(parts)}, the parts of the model in order")
@@ -153,14 +139,9 @@ def _filled(sizes: Sequence[int], stages: int, limit: int | None) -> list[int]:
 def fewest_stages(
     parts: Sequence[ModelPart], room: Callable[[int], int], *, most: int, policy: str = "auto"
 ) -> StagePlan:
-    """The plan with the fewest stages, at least two, that fits.
-
-    Args:
-        room: number of stages -> bytes of weights that each device has room for.
-        most: devices of a replica at most.
-    Raises:
-        InputError: it does not fit any number of stages; the message says what is largest.
-    """
+    """The plan with the fewest stages, at least two, that fits. `room`: number of stages -> bytes of weights that
+    each device has room for. `most`: devices of a replica at most. Raises InputError: it does not fit any number of
+    stages; the message says what is largest."""
     for stages in range(2, min(most, len(parts)) + 1):
         try:
             return plan_stages(parts, stages, policy=policy, limit=room(stages))
@@ -181,11 +162,8 @@ def mapped_stages(parts: Sequence[ModelPart], lists: Sequence[str]) -> StagePlan
     """The plan that a user gives: for each stage the names of its parts, such as `tokens, blocks.0-10`.
 
     A number or a range alone means repeated blocks, and a name may be the end of the full one (`norm` for
-    `model.norm`).
-
-    Raises:
-        InputError: with everything that is wrong: unknown names, parts of two stages, of none, or in another order.
-    """
+    `model.norm`). Raises InputError: with everything that is wrong: unknown names, parts of two stages, of none, or
+    in another order."""
     wrong = list[str]()
     chosen: list[list[int]] = []
     for text in lists:
@@ -266,38 +244,23 @@ def _listed(stages: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """What the caches and activations of a language model depend on.
+    """What the caches and activations of a language model depend on."""
 
-    Attributes:
-        layers: blocks that attend.
-        width: of the residual stream.
-        hidden: values of a token inside the feed-forward.
-        cached: keys of a token in a layer; as many values.
-        vocabulary: logits of a token.
-        context: most tokens that the model sees; None = no limit.
-    """
-
-    layers: int
-    width: int
-    hidden: int
-    cached: int
-    vocabulary: int
-    context: int | None = None
+    layers: int  # blocks that attend
+    width: int  # of the residual stream
+    hidden: int  # values of a token inside the feed-forward
+    cached: int  # keys of a token in a layer; as many values
+    vocabulary: int  # logits of a token
+    context: int | None = None  # most tokens that the model sees; None = no limit
 
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """Bytes of a whole copy of a model.
+    """Bytes of a whole copy of a model."""
 
-    Attributes:
-        weights: of the parameters.
-        cache: of the keys and values of one batch at its longest.
-        activations: of one pass over the prompts.
-    """
-
-    weights: int
-    cache: int = 0
-    activations: int = 0
+    weights: int  # of the parameters
+    cache: int = 0  # of the keys and values of one batch at its longest
+    activations: int = 0  # of one pass over the prompts
 
     @property
     def total(self) -> int:

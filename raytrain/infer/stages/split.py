@@ -43,20 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """How every replica of a model is divided; can be pickled.
-
-    Attributes:
-        inflight: batches of a replica that are computed at the same time.
-        devices: of the stages in one process; () where each stage is an actor, which sees its own device only.
-        balance: what the stages were balanced by, and why.
-        seconds: measured, of each part for a batch; () where the stages are not balanced by them.
-    """
+    """How every replica of a model is divided; can be pickled."""
 
     plan: StagePlan
-    inflight: int
+    inflight: int  # batches of a replica that are computed at the same time
+    # of the stages in one process; () where each stage is an actor, which sees its own device only
     devices: tuple[str, ...] = ()
-    balance: str = "bytes"
-    seconds: tuple[float, ...] = ()
+    balance: str = "bytes"  # what the stages were balanced by, and why
+    seconds: tuple[float, ...] = ()  # measured, of each part for a batch; () where the stages are not balanced by them
 
     @property
     def stage_seconds(self) -> list[float]:
@@ -66,11 +60,8 @@ class StageSplit:
 
 
 def skeleton_of(model: InferenceModel) -> Trainable:
-    """The model without memory for its parameters, which have the formats that they are held in.
-
-    Raises:
-        InputError: the builder refuses its keys, or the model has no weights in files.
-    """
+    """The model without memory for its parameters, which have the formats that they are held in. Raises InputError:
+    the builder refuses its keys, or the model has no weights in files."""
     config = model.model.model_copy(update={"init_from": None})
     if config.builder in KEYS:
         config = config.model_copy(update={"init": "random"})  # its weights are read by the stages
@@ -113,23 +104,13 @@ def local_pipeline(model: InferenceModel, split: StageSplit, *, threads: int | N
 
 @dataclass
 class StageTimes:
-    """How busy the stages were.
-
-    Attributes:
-        busy_s: seconds that each stage computed.
-        wall_s: seconds while at least one pass was on its way.
-        passes: how many.
-        rounds: how often the pipeline was filled and drained.
-    """
-
-    busy_s: list[float]
-    wall_s: float = 0.0
-    passes: int = 0
-    rounds: int = 0
+    busy_s: list[float]  # seconds that each stage computed
+    wall_s: float = 0.0  # seconds while at least one pass was on its way
+    passes: int = 0  # how many
+    rounds: int = 0  # how often the pipeline was filled and drained
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they waited."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
 
     def expected_bubble(self, in_flight: int) -> float:
@@ -173,10 +154,7 @@ class StagePipeline:
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any], cache: CacheUse | None = None) -> Tensor:
         """The model's output, (B, ...) on the CPU, or on the device of the last stage where that is in this process.
-
-        Raises:
-            RunError: a stage failed. OutOfMemory: for lack of memory. StateLost: a stage has ended.
-        """
+        Raises RunError: a stage failed. OutOfMemory: for lack of memory. StateLost: a stage has ended."""
         with self._lock:
             ended = tuple(self._ended.popleft() for _ in range(len(self._ended)))
             if not self._in_flight:
@@ -211,7 +189,6 @@ class StagePipeline:
                 times.wall_s += time.perf_counter() - self._since
 
     def new_cache(self) -> int:
-        """The number of a new key/value cache."""
         return next(self._cache_numbers)
 
     def end_cache(self, number: int) -> None:
@@ -262,12 +239,8 @@ class RemoteCache:
 class SplitModule(nn.Module):
     """Calls of this module go through the stages of a pipeline; outputs are {"logits": (B, ...)}.
 
-    Attributes that the model has, such as `config`, are those of its skeleton.
-
-    Args:
-        skeleton: the model without memory for its parameters.
-        inflight: see `StageSplit`.
-    """
+    Attributes that the model has, such as `config`, are those of its skeleton. `skeleton`: the model without memory
+    for its parameters. `inflight`: see `StageSplit`."""
 
     def __init__(self, skeleton: nn.Module, pipeline: StagePipeline, *, inflight: int) -> None:
         super().__init__()
@@ -285,7 +258,6 @@ class SplitModule(nn.Module):
             return getattr(self.__dict__["skeleton"], name)
 
     def new_cache(self, lengths: list[int], *, capacity: int) -> RemoteCache:
-        """The key/value cache of some rows, for `forward(cache=...)`."""
         return RemoteCache(self.pipeline, lengths, capacity=capacity)
 
     def own_generate(self, codec: Codec, sampling: Sampling) -> Any:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from raytrain.accelerator import make_current, seconds_of
 from raytrain.checkpoint.safetensors import DTYPE_NAMES
+from raytrain.data.rows.residency import rebuild
 from raytrain.errors import InputError, RunError, first_line
 from raytrain.infer.stages.partition import KEY, ModelPart, StagePlan
 from raytrain.models.attention import KeyValueCache
@@ -58,12 +60,9 @@ def without_parameters() -> Iterator[None]:
 def parts_of(trainable: Trainable) -> list[ModelPart]:
     """The parts of a model: what comes before its repeated blocks, each block, and each module after them.
 
-    A builder names the blocks (`Trainable.blocks`), else they are the modules that repeat (`raytrain.models.blocks`).
-    The order is that in which the modules were defined.
-
-    Raises:
-        InputError: the model has fewer than two parts.
-    """
+    A builder names the blocks (`Trainable.blocks`), else they are the modules that repeat
+    (`raytrain.models.blocks`). The order is that in which the modules were defined. Raises InputError: the model has
+    fewer than two parts."""
     module = trainable.module
     blocks = blocks_of(trainable, key=KEY) if trainable.blocks is not None else repeated(module)
     of_block = {id(block) for _, block in blocks}
@@ -77,7 +76,16 @@ def parts_of(trainable: Trainable) -> list[ModelPart]:
             expected="a model of several modules in order: a builder whose Trainable names its `blocks`, a Sequential,"
             " or a list of modules",
         )  # fmt: skip
-    return _sized(module, groups, of_block)
+    inside = {id(tensor) for group in groups for _, part in group for tensor in part.parameters()}
+    loose = [tensor for tensor in module.parameters() if id(tensor) not in inside]
+    parts = []
+    for at, group in enumerate(groups):
+        held = {id(tensor): tensor for _, part in group for tensor in part.parameters()}
+        held |= {id(tensor): tensor for tensor in loose if at == 0}
+        names = tuple(name for name, _ in group)
+        size = sum(tensor.nbytes for tensor in held.values())
+        parts.append(ModelPart(names[0], size, id(group[0][1]) in of_block, names if len(names) > 1 else ()))
+    return parts
 
 
 def _walk(path: str, module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -93,23 +101,6 @@ def _walk(path: str, module: nn.Module, blocks: set[int]) -> Iterator[tuple[str,
             yield name, child
 
 
-def _sized(module: nn.Module, groups: list[list[tuple[str, nn.Module]]], blocks: set[int]) -> list[ModelPart]:
-    inside = {id(tensor) for group in groups for _, part in group for tensor in part.parameters()}
-    loose = [tensor for tensor in module.parameters() if id(tensor) not in inside]
-    parts = []
-    for at, group in enumerate(groups):
-        held = {id(tensor): tensor for _, part in group for tensor in part.parameters()}
-        held |= {id(tensor): tensor for tensor in loose if at == 0}
-        names = tuple(name for name, _ in group)
-        is_block = id(group[0][1]) in blocks
-        parts.append(ModelPart(names[0], _bytes(held.values()), is_block, names if len(names) > 1 else ()))
-    return parts
-
-
-def _bytes(tensors: object) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # pyright: ignore
-
-
 def tensors_of_part(module: nn.Module, parts: list[ModelPart] | tuple[ModelPart, ...], place: int) -> list[str]:
     """Names of the parameters and saved buffers of a part, as in the module's state."""
     every = list(module.state_dict(keep_vars=True))
@@ -121,7 +112,6 @@ def tensors_of_part(module: nn.Module, parts: list[ModelPart] | tuple[ModelPart,
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter or buffer into the place of the one of this name."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
@@ -140,14 +130,10 @@ def poisoned(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class RangedTensors:
-    """Tensors of stored weights, each read as one range of its file.
-
-    Attributes:
-        bytes_read: of tensors so far, without headers.
-    """
+    """Tensors of stored weights, each read as one range of its file."""
 
     stored: StoredWeights
-    bytes_read: int = 0
+    bytes_read: int = 0  # of tensors so far, without headers
     _headers: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> Tensor:
@@ -188,11 +174,8 @@ class RangedTensors:
 
 
 def check_weights(module: nn.Module, stored: StoredWeights) -> None:
-    """Check, from headers alone, that stored weights have the names and shapes of a module's.
-
-    Raises:
-        InputError: they have not, so that no stage could read its own part of them.
-    """
+    """Check, from headers alone, that stored weights have the names and shapes of a module's. Raises InputError:
+    they have not, so that no stage could read its own part of them."""
     found = misfits(module, stored.shapes)
     found.pop("unexpected", None)
     if found:
@@ -223,7 +206,13 @@ def fill_stage(
             known = next((one for one in names_of[id(tensor)] if one in stored.shapes), name)
             made[id(tensor)] = reader.read(known).to(tensor.dtype).to(device)
         set_tensor(module, name, made[id(tensor)])
-    _tie(module, own, state)
+    first: dict[int, nn.Parameter] = {}  # names of one parameter share it again, as far as this stage holds them
+    for name in own:
+        path, _, leaf = name.rpartition(".")
+        parameters = module.get_submodule(path)._parameters
+        parameter = parameters.get(leaf)
+        if parameter is not None:
+            parameters[leaf] = first.setdefault(id(state[name]), parameter)
     prefixes = tuple(f"{one}." for part in plan.parts for one in part.names)
     for name in _names_of(module, plan, [0]) if stage else ():
         if not name.startswith(prefixes):
@@ -239,17 +228,6 @@ def _names_of(module: nn.Module, plan: StagePlan, places: Iterable[int] | Sequen
     return [name for place in places for name in tensors_of_part(module, plan.parts, place)]
 
 
-def _tie(module: nn.Module, own: Sequence[str], state: dict[str, Any]) -> None:
-    """Make names of one parameter share it again, as far as this stage holds them."""
-    first: dict[int, nn.Parameter] = {}
-    for name in own:
-        path, _, leaf = name.rpartition(".")
-        parameters = module.get_submodule(path)._parameters
-        parameter = parameters.get(leaf)
-        if parameter is not None:
-            parameters[leaf] = first.setdefault(id(state[name]), parameter)
-
-
 # ---------------------------------------------------------------- stage
 # One stage: runs the model's own forward, of which it computes only the parts that it holds.
 
@@ -262,58 +240,31 @@ Structure = Any
 
 @dataclass(frozen=True)
 class CacheUse:
-    """The key/value cache that a pass uses; each stage holds its own layers' part.
+    """The key/value cache that a pass uses; each stage holds its own layers' part."""
 
-    Attributes:
-        number: of the cache.
-        lengths: tokens of each prompt.
-        capacity: tokens of the longest row at the end.
-        keep: rows that continue since the pass before, None for all.
-    """
-
-    number: int
-    lengths: tuple[int, ...]
-    capacity: int
-    keep: tuple[int, ...] | None = None
+    number: int  # of the cache
+    lengths: tuple[int, ...]  # tokens of each prompt
+    capacity: int  # tokens of the longest row at the end
+    keep: tuple[int, ...] | None = None  # rows that continue since the pass before, None for all
 
 
 @dataclass(frozen=True)
 class StagePass:
-    """One forward pass on its way through the stages.
-
-    Attributes:
-        args, kwargs: of the model's forward; every stage gets them, since masks and positions are made of them.
-        cache: None for a pass without one.
-        ended: numbers of caches that are not used any more.
-        hidden: what crosses the cut before the next stage; after the last stage the model's output.
-        outputs: name of a part, or class of a repeated one -> the structure of its output, for stages without it.
-        seconds: that each stage so far took to compute it.
-        error: (whether memory ran out, message) of the stage that failed; later stages only pass it on.
-    """
-
+    # args, kwargs: of the model's forward; every stage gets them, since masks and positions are made of them
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    cache: CacheUse | None = None
-    ended: tuple[int, ...] = ()
-    hidden: Tensor | None = None
+    cache: CacheUse | None = None  # None for a pass without one
+    ended: tuple[int, ...] = ()  # numbers of caches that are not used any more
+    hidden: Tensor | None = None  # what crosses the cut before the next stage; after the last stage the model's output
+    # name of a part, or class of a repeated one -> the structure of its output, for stages without it
     outputs: dict[str, Structure] = field(default_factory=dict)
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()  # that each stage so far took to compute it
+    # (whether memory ran out, message) of the stage that failed; later stages only pass it on
     error: tuple[bool, str] | None = None
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A tensor, or a list, mapping or pass of such, on a device."""
-    if isinstance(value, StagePass):
-        return replace(
-            value, **{name: to_device(getattr(value, name), device) for name in ("args", "kwargs", "hidden")}
-        )
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(one, device) for one in value)
-    if isinstance(value, dict):
-        return {name: to_device(one, device) for name, one in value.items()}
-    return value
+    return value.to(device) if isinstance(value, Tensor) else rebuild(value, lambda part: to_device(part, device))
 
 
 class _CutReached(Exception):
@@ -359,7 +310,7 @@ class ModelStage:
                 key = _kind(module) if part.repeated else name  # blocks return the same, other parts each their own
                 if place < first:
                     leaf = name.rpartition(".")[2]
-                    module.forward = _Skipped(self, key, int(leaf) if leaf.isdigit() else None)
+                    module.forward = partial(self._skipped, key, int(leaf) if leaf.isdigit() else None)
                 elif place >= end:
                     module.forward = _cut
                 else:
@@ -368,7 +319,7 @@ class ModelStage:
             entry = self.module.get_submodule(self.plan.parts[first].name)
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         for key, module in noted.items():
-            module.register_forward_hook(_Noted(self._noted, key))
+            module.register_forward_hook(partial(self._note, key))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Put what the stage before sent in place of the input of the first part."""
@@ -414,11 +365,16 @@ class ModelStage:
         cache = None
         if message.cache is not None:
             cache = self._caches.get(message.cache.number)
-            if cache is None:
-                cache = self._new_cache(message.cache)
-                self._caches[message.cache.number] = cache
+            if cache is None and self._cache_name == CACHE:
+                cache = KeyValueCache(list(message.cache.lengths), capacity=message.cache.capacity)
+            elif cache is None:
+                from transformers import DynamicCache
+
+                config: Any = self.module.config
+                cache = DynamicCache(config=config)
             elif message.cache.keep is not None:
                 cache.keep(list(message.cache.keep))
+            self._caches[message.cache.number] = cache
             kwargs = {**kwargs, self._cache_name: cache}
             if self._cache_name == CACHE_OF_TRANSFORMERS:
                 kwargs["use_cache"] = True
@@ -447,53 +403,27 @@ class ModelStage:
 
     # ---------------------------------------------------------------- caches
 
-    def _new_cache(self, use: CacheUse) -> Any:
-        if self._cache_name == CACHE:
-            return KeyValueCache(list(use.lengths), capacity=use.capacity)
-        from transformers import DynamicCache
-
-        config: Any = self.module.config
-        return DynamicCache(config=config)
-
     @property
     def caches(self) -> int:
         return len(self._caches)
 
-    def skipped_output(self, key: str, layer: int | None, given: Sequence[Any]) -> Any:
-        """What a part that another stage holds returns here: the right structure, with values that are poison."""
+    def _note(self, key: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._noted[key] = _structure(output)
+
+    def _skipped(self, key: str, layer: int | None, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a part that an earlier stage holds: the right structure, with values that are poison."""
         outputs = self._now.outputs
         structure = outputs.get(key)
         if structure is None:
             structure = next((one for one in map(_first_tensor, outputs.values()) if one is not None), None)
-        made = _made(structure, self.device)
-        cache = next((one for one in given if hasattr(one, "get_seq_length")), None)
+        cache = next((one for one in (*args, *kwargs.values()) if hasattr(one, "get_seq_length")), None)
         if cache is not None and layer is not None:
             shape = _first_tensor(structure)
             if shape is not None and len(shape["shape"]) == 3:  # its length counts the tokens: one value each
                 rows, tokens, _ = shape["shape"]
                 stand_in = torch.zeros(rows, 1, tokens, 1, device=self.device)
                 cache.update(stand_in, stand_in, layer)
-        return made
-
-
-class _Skipped:
-    """The forward of a part that an earlier stage holds."""
-
-    def __init__(self, stage: ModelStage, key: str, layer: int | None) -> None:
-        self._stage, self._key, self._layer = stage, key, layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stage.skipped_output(self._key, self._layer, (*args, *kwargs.values()))
-
-
-class _Noted:
-    """A hook that notes the structure of a part's output."""
-
-    def __init__(self, noted: dict[str, Structure], key: str) -> None:
-        self._noted, self._key = noted, key
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._noted[self._key] = _structure(output)
+        return _made(structure, self.device)
 
 
 def _cut(*args: Any, **kwargs: Any) -> NoReturn:

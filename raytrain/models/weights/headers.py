@@ -26,30 +26,22 @@ _STEP = re.compile(r"step_\d{8,}")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in safetensors files.
-
-    Attributes:
-        store, files: the files, by their names inside the store.
-        shapes: tensor -> its shape, aliases included.
-        origin: what the weights are, for messages.
-        file_of: tensor -> the file that holds it (the last of them for a split tensor), aliases not included.
-        aliases: another name of a tensor (tied weights) -> the name that it is stored under.
-        split: tensors of which each file holds some rows, in the order of the files.
-        dtypes: stored tensor -> the name of its dtype in the format, such as BF16.
-        versions: name of a module -> the version of its state, other than the first.
-        extra: key of the state whose value is no tensor (`get_extra_state`) -> its skeleton, as
-            `raytrain.checkpoint.snapshot` makes them; the tensors inside it are in no other attribute.
-    """
-
+    # store, files: the files, by their names inside the store
     store: Store
     files: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    origin: str
+    shapes: Mapping[str, tuple[int, ...]]  # tensor -> its shape, aliases included
+    origin: str  # what the weights are, for messages
+    # tensor -> the file that holds it (the last of them for a split tensor), aliases not included
     file_of: Mapping[str, str]
+    # another name of a tensor (tied weights) -> the name that it is stored under
     aliases: Mapping[str, str] = field(default_factory=dict)
-    split: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()  # tensors of which each file holds some rows, in the order of the files
+    # stored tensor -> the name of its dtype in the format, such as BF16
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    # name of a module -> the version of its state, other than the first
     versions: Mapping[str, int] = field(default_factory=dict)
+    # key of the state whose value is no tensor (`get_extra_state`) -> its skeleton, as `raytrain.checkpoint.snapshot`
+    # makes them; the tensors inside it are in no other attribute
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,15 +51,12 @@ class StoredWeights:
 
 
 def find_weights(path: str, *, key: str) -> StoredWeights:
-    """The weights at `path`.
+    """The weights at `path`. Raises InputError: `path` is none of these, or a file is missing or unreadable.
 
     Args:
         path: a run folder (its exported weights, else its latest complete checkpoint), a checkpoint folder, a folder
             that transformers' `save_pretrained` wrote (one file or several with an index), or one safetensors file.
         key: the key that errors name.
-
-    Raises:
-        InputError: `path` is none of these, or a file is missing or unreadable.
     """
     try:
         folder, name = split(path)
@@ -180,7 +169,6 @@ def _without_inner(found: StoredWeights, extra: Mapping[str, Any]) -> StoredWeig
 
 
 def _tensors_in(skeleton: Any) -> Iterator[str]:
-    """Names of the tensors that a skeleton refers to."""
     for kind, content in skeleton.items() if isinstance(skeleton, dict) else ():
         if kind in ("tensor", "bytes", "array"):
             yield content["tensor"] if kind == "array" else content
@@ -191,11 +179,8 @@ def _tensors_in(skeleton: Any) -> Iterator[str]:
 
 
 def read_header(store: Store, file: str, *, key: str) -> dict[str, Any]:
-    """The JSON header of a safetensors file: name -> {"dtype", "shape", "data_offsets"}.
-
-    Raises:
-        InputError: it is not a safetensors file.
-    """
+    """The JSON header of a safetensors file: name -> {"dtype", "shape", "data_offsets"}. Raises InputError: it is
+    not a safetensors file."""
     path = os.path.join(store.uri, file)
     size = int.from_bytes(store.read_head(file, 8), "little")
     try:

@@ -175,43 +175,26 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class StartingWeights:
-    """Weights for one model; `fill` loads them once.
+    """Weights for one model; `fill` loads them once. `stored`: where they are."""
 
-    Args:
-        stored: where they are.
-    """
-
-    def __init__(self, stored: StoredWeights) -> None:
-        self.stored = stored
-        self.filled = False
-
-    @classmethod
-    def at(cls, path: str) -> StartingWeights:
-        """The weights at `path`. Raises InputError."""
-        return cls(find_weights(path, key=KEY))
+    def __init__(self, stored: StoredWeights | str) -> None:
+        self.stored = find_weights(stored, key=KEY) if isinstance(stored, str) else stored
 
     def check(self, module: nn.Module, translate: Translate | None = None) -> None:
-        """Check that names and shapes are those of the module, which may be on the meta device.
-
-        Raises:
-            InputError: with the counts and the first five of what does not fit.
-        """
+        """Check that names and shapes are those of the module, which may be on the meta device. Raises InputError:
+        with the counts and the first five of what does not fit."""
         shapes = self.stored.shapes
         if translate is not None and misfits(module, shapes):
-            shapes = _shapes_of(_named(module, _without_extra(self.read()), translate))
+            read = StoredTensors(self.stored).read_all()
+            shapes = _shapes_of(_named(module, _without_extra(read), translate))
         found = misfits(module, shapes)
         if found:
             raise misfit(found, self.stored.origin)
 
     def fill(self, module: nn.Module, translate: Translate | None = None) -> None:
-        """Load the weights into the module, cast to its dtypes; later calls do nothing.
-
-        Raises:
-            InputError: as `check`.
-        """
-        if self.filled:
-            return
-        read = self.read()
+        """Load the weights into the module, cast to its dtypes; later calls do nothing. Raises InputError: as
+        `check`."""
+        read = StoredTensors(self.stored).read_all()
         state = _without_extra(read)
         if translate is not None and misfits(module, _shapes_of(state)):
             state = _named(module, state, translate)
@@ -233,10 +216,6 @@ class StartingWeights:
         if read and found:
             raise misfit(found, self.stored.origin)
         return own | dict(read)
-
-    def read(self) -> dict[str, Any]:
-        """All tensors, on the CPU, by the names in their files, and the extra state of modules."""
-        return StoredTensors(self.stored).read_all()
 
 
 def is_extra(name: str, value: Any) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 from jobs.inference.compute import InferenceDisplay, never_predicted, print_plan, print_summary
 from raytrain.infer.input import Unit
 from raytrain.infer.output import WorkerProgress, rows_in_progress
-from raytrain.infer.summary import quality_of
+from raytrain.infer.summary import ClassQuality
 
 
 class Shown:
@@ -148,13 +148,20 @@ def test_the_last_lines_have_the_quality_of_values() -> None:
     assert "mean absolute error 0.4986, root mean square error 0.62" in out.getvalue()
 
 
+def class_figures(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    measured = ClassQuality()
+    for label, prediction in pairs:
+        measured.add(label, prediction)
+    return measured.figures()
+
+
 def test_labels_that_were_never_predicted_are_named_with_the_predictions_that_are_no_label() -> None:
     known = [("cat", "cat"), ("dog", "cat"), ("dog", "dog")]
-    assert never_predicted(quality_of(known, values=False)) == []
+    assert never_predicted(class_figures(known)) == []
     zebras = [*known, ("zebra", "dog"), ("zebra", None)]
-    assert never_predicted(quality_of(zebras, values=False)) == ["no row was predicted as 'zebra' (2 rows)"]
+    assert never_predicted(class_figures(zebras)) == ["no row was predicted as 'zebra' (2 rows)"]
     by_number = [(number, f"c{number}") for number in range(7) for _ in range(7 - number)]
-    assert never_predicted(quality_of(by_number, values=False)) == [
+    assert never_predicted(class_figures(by_number)) == [
         "no row was predicted as '0', '1', '2', '3', '4' and 2 more (28 rows); "
         "predictions that are no label: 'c0', 'c1', 'c2', 'c3', 'c4' and 2 more"
     ]

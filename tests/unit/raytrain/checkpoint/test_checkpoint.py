@@ -342,16 +342,16 @@ def test_extra_state_is_exported_and_read_again(run):
             assert_same({**notes}, fresh.notes)
             assert fresh.inner.raw == b"\x00\x01" and torch.equal(fresh.linear.weight, model.linear.weight)
         fresh = Noted()
-        StartingWeights.at(path).fill(fresh)
+        StartingWeights(path).fill(fresh)
         assert_same({**notes}, fresh.notes)
     with pytest.raises(InputError, match=r"2 unexpected \(_extra_state, inner._extra_state\)"):
         plain = nn.Module()
         plain.linear = nn.Linear(2, 2)
-        StartingWeights.at(run.weights).fill(plain)
+        StartingWeights(run.weights).fill(plain)
     fresh = Noted("mine")
     of_others = {name: value for name, value in model.state_dict().items() if "extra" not in name}
     safetensors.torch.save_file(of_others, run.weights)
-    StartingWeights.at(run.weights).fill(fresh)
+    StartingWeights(run.weights).fill(fresh)
     assert fresh.notes == "mine", "the file of another library has none"
 
 

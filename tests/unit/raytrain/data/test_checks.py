@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def feed_of(split: TensorSplit) -> BatchLoader:
-    batches = StepBatches(split, seed=0, global_batch_size=8, micro_batch=4, device="cpu")
+    batches = StepBatches(split, seed=0, global_batch_size=8, micro_batch=4)
     return BatchLoader(batches, device=CPU, weight=None, dtype=torch.float32)
 
 

@@ -90,12 +90,12 @@ def test_preparing_rows_does_not_advance_the_generators() -> None:
 @pytest.mark.covers("DATA-08")
 def test_the_device_is_waited_for_once_after_all_rows_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(prepared, "_placed", lambda split, *plan, **named: order.append("uploaded") or split)
+    monkeypatch.setattr(prepared, "place_split", lambda split, *plan, **named: order.append("uploaded") or split)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     data = {"x": torch.rand(40, 2), "labels": torch.arange(40)}
     source, gpu = memory_source(data, data, fraction=0.0), torch.device("cuda")
     prepare_source(source, DataPlan("resident"), device=gpu, report=lambda kind, **told: order.append(told["phase"]))
-    assert order == ["start", "uploaded", "uploaded", "synchronize", "finished"]
+    assert order == ["start", "uploaded", "progress", "uploaded", "progress", "synchronize", "finished"]
 
 
 @pytest.mark.covers("MEM-14")

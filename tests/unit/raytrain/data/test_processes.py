@@ -16,6 +16,7 @@ import torch
 from raytrain.data.prefetch import UPLOAD_DEPTH, BatchRequest, BatchUploader, LoaderPool, prefetch
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.map_style import DatasetSplit
+from raytrain.data.rows.residency import StreamSplit
 from raytrain.errors import InputError, RunError
 from raytrain.train.loader import BatchLoader
 
@@ -66,7 +67,7 @@ def pools() -> Iterator[Any]:
 
 def feed_of(pool: LoaderPool | None, *, micro: int = 4, dataset: Any = None, uploads: Any = None) -> BatchLoader:
     split = DatasetSplit(dataset or Items())
-    batches = StepBatches(split, seed=3, global_batch_size=12, micro_batch=micro, storage="stream")
+    batches = StepBatches(StreamSplit(split, device=CPU), seed=3, global_batch_size=12, micro_batch=micro)
     return BatchLoader(batches, device=CPU, weight=None, dtype=torch.float32, pool=pool, uploads=uploads)
 
 
@@ -171,7 +172,7 @@ def test_another_micro_batch_size_or_position_discards_prefetched_batches(pools:
 
 @pytest.mark.parametrize("uploads", [False, True])
 def test_an_error_of_an_item_is_one_message_with_its_traceback(pools: Any, uploads: bool) -> None:
-    ups = BatchUploader(CPU, parts=lambda micro: micro.batch) if uploads else None
+    ups = BatchUploader(CPU) if uploads else None
     loader = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
     with pytest.raises(RunError, match=r"data.train failed while rows .*17.* were read: ValueError: no picture 17\n"):
         windows(loader, 5)
@@ -195,7 +196,7 @@ def test_the_upload_thread_pins_and_the_order_stays(pools: Any, monkeypatch: pyt
 
     threads: list[str] = []
     monkeypatch.setattr(residency, "pin", lambda value: threads.append(threading.current_thread().name) or value)
-    uploads = BatchUploader(CPU, parts=lambda micro: micro.batch)
+    uploads = BatchUploader(CPU)
     loader = feed_of(pools(Items(), workers=2), uploads=uploads)
     loader.batches.split.pinned = True  # as `place` makes it where there is a GPU
     assert shown(windows(loader, 10), "x") == shown(windows(feed_of(None), 10), "x")

@@ -102,7 +102,7 @@ def test_each_copy_is_counted_by_its_source_and_whether_the_host_waited_for_it()
     _, copies = moved({"x": pinned, "mask": [plain, torch.zeros(1, device="meta")]}, "meta")
     assert copies == TransferCounts(tensors=2, bytes=44, in_place=1, pinned=1, non_blocking=1, pageable=1)
     assert copies.blocking == 1
-    copies.add(400, source=torch.device("cuda:1"), pinned=False, non_blocking=False)
+    copies.add(400, source=torch.device("cuda:1"), pinned=False)
     assert copies == TransferCounts(3, 444, in_place=1, pinned=1, non_blocking=1, pageable=1, other_device=1)
     both = TransferCounts.total([copies, TransferCounts(2, 999_556, pinned=2, non_blocking=2)])
     assert both.describe("cuda") == (

@@ -119,7 +119,7 @@ def test_conversion_happens_once_and_leaves_no_half_file(tmp_path: Path) -> None
         ("in.json", '{"a": 1}', "expected a JSON array of objects"),
         ("in.json", "{", "expected a JSON array of objects"),
         ("in.jsonl", "\n\n", "no rows in .*in.jsonl"),
-        ("in.parquet", "PAR1 not", "expected a Parquet file"),
+        ("in.parquet", "PAR1 not", "expected a parquet file"),
         ("in.csv", "a,b\n1,2\n3\n", "expected a csv file"),
     ],
 )

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from sklearn import metrics
 
-from raytrain.infer.summary import TableFigures, quality_of
+from raytrain.infer.summary import ClassQuality, TableFigures, ValueQuality
 
 PAIRS = [
     ("cat", "cat"), ("cat", "cat"), ("cat", "dog"), ("dog", "dog"), ("dog", "cat"), ("dog", None), ("cow", "cow "),
     ("cow", "a cow, I think"), (None, "cat"),
 ]  # fmt: skip
+
+
+def quality_of(pairs: Iterable[tuple[Any, Any]], *, values: bool) -> dict[str, Any]:
+    measured = ValueQuality() if values else ClassQuality()
+    for label, prediction in pairs:
+        measured.add(label, prediction)
+    return measured.figures()
 
 
 @pytest.mark.covers("INF-18")

@@ -273,7 +273,7 @@ def test_weights_under_the_names_of_another_format_are_translated(tmp_path: Path
     }).spec)  # fmt: skip
     check_on_driver(spec)
     taken = causal_lm(path=path, init="random")
-    StartingWeights.at(path).fill(taken.module, taken.translate)
+    StartingWeights(path).fill(taken.module, taken.translate)
     whole = causal_lm(path=path).module.state_dict()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in taken.module.state_dict().items())
 

@@ -12,6 +12,7 @@ from lab import MLP, class_rows, make_session, token_rows
 from torch import Tensor
 
 from raytrain.data.rows.batches import Cursor, StepBatches
+from raytrain.data.rows.residency import place_split
 from raytrain.data.rows.splits import TextSplit
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import DevicePlacementError
@@ -38,14 +39,12 @@ class Dataset:
 
 def feed_of(data: Any, *, rank: int = 0, world_size: int = 1, storage: str = "resident", **more: Any) -> BatchLoader:
     batches = StepBatches(
-        object_split(data, key="data.train"),
+        place_split(object_split(data, key="data.train"), storage, CPU),
         seed=3,
         global_batch_size=16,
         micro_batch=4,
         rank=rank,
         world_size=world_size,
-        device=CPU,
-        storage=storage,
     )
     return BatchLoader(batches, device=CPU, **{"weight": None, "dtype": torch.float32, **more})
 
@@ -177,7 +176,7 @@ def test_on_a_gpu_a_function_weighs_resident_rows_in_the_stream_of_uploads(
     """There its device read waits for the rows alone; in the stream of the training it would wait for all work."""
     session = make_session(MLP, {"train": class_rows(32), "storage": storage, "eval_fraction": 0.0})
     started: list[Any] = []
-    monkeypatch.setattr("raytrain.train.loader.BatchUploader", lambda device, *, parts: started.append(device))
+    monkeypatch.setattr("raytrain.train.loader.BatchUploader", lambda device: started.append(device))
     gpu = torch.device("cuda", 0)
     more = {"workers": session.workers, "weight": weight, "dtype": torch.float32}
     BatchLoader.open(session.job, session.settings, session.source, device=gpu, **more)

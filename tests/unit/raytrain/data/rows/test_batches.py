@@ -81,9 +81,8 @@ def test_103_samples_on_every_world_size_are_seen_exactly_once(world_size: int) 
     assert sum(len(set(rank)) for rank in seen) == 103, "pairwise disjoint"
     again = [[int(i) for part in rank.epoch_indices(1) for i in part] for rank in ranks]
     assert again != seen and sorted(i for rank in again for i in rank) == list(range(103))
-    gathered = [
-        int(i) for batch, n in ranks[0].micro_batches(ranks[0].global_batch(Cursor()).indices) for i in batch["x"]
-    ]
+    parts = ranks[0].rank_indices(ranks[0].global_batch(Cursor()).indices)
+    gathered = [int(i) for part in parts for i in rows().gather(part)["x"]]
     assert gathered == seen[0][: len(gathered)] and gathered
 
 
@@ -111,12 +110,12 @@ def order_hash(ids: Iterable[int]) -> str:
 @pytest.mark.covers("DATA-17", "FUT-01")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) -> None:
-    steps = batches(DatasetSplit(Numbered()), rank=rank, world_size=3, storage="stream")
+    steps = batches(DatasetSplit(Numbered()), rank=rank, world_size=3)
 
     def ours(epoch: int) -> Iterator[int]:
         for indices in epoch_of(steps, epoch):
-            for batch, _ in steps.micro_batches(indices):
-                yield from batch["id"].tolist()
+            for part in steps.rank_indices(indices):
+                yield from steps.split.gather(part)["id"].tolist()
 
     def theirs(epoch: int) -> Iterator[int]:
         sampler = [part.tolist() for part in steps.epoch_indices(epoch)]
@@ -129,16 +128,15 @@ def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) ->
     assert {epoch: order_hash(theirs(epoch)) for epoch in (0, 1)} == hashes
 
 
-def test_global_weight_is_known_before_the_batches_are() -> None:
+def test_the_weight_of_a_global_batch_is_known_before_the_batches_are() -> None:
     labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
     steps = batches(TensorSplit({"x": torch.zeros(4, 2), "labels": labels}), total=4, micro=1)
     indices = steps.global_batch(Cursor()).indices
-    added = sum(int((batch["labels"] != -100).sum()) for batch, _ in steps.micro_batches(indices))
-    assert steps.global_weight(indices) == added == 5
+    added = sum(int((batch["labels"] != -100).sum()) for batch in map(steps.split.gather, steps.rank_indices(indices)))
+    assert steps.split.weights(indices) == added == 5
     tokens = batches(TextSplit(np.zeros(1000, np.uint8), context=10), total=6)
-    assert tokens.global_weight(tokens.global_batch(Cursor()).indices) == 60
-    unknown = batches(DatasetSplit([{"x": 1.0, "labels": 0}] * 4), storage="stream")
-    assert unknown.global_weight(np.arange(2)) is None
+    assert tokens.split.weights(tokens.global_batch(Cursor()).indices) == 60
+    assert DatasetSplit([{"x": 1.0, "labels": 0}] * 4).weights(np.arange(2)) is None
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"micro": 0}, {"total": 0}])

@@ -19,7 +19,7 @@ from raytrain.data.prefetch import BatchUploader
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.map_style import longest_row
-from raytrain.data.rows.residency import place_split
+from raytrain.data.rows.residency import StreamSplit, place_split
 from raytrain.data.sources import parquet as parquet_folder
 from raytrain.data.sources.open import describe_shapes, describe_source, open_source
 from raytrain.data.sources.row_groups import GroupOrder, GroupSplit, Piece, held_out
@@ -60,7 +60,7 @@ def rows_of(split: Any, indices: np.ndarray) -> list[int]:
 
 
 def epoch_rows(split: Any, *, epoch: int = 0) -> list[int]:
-    batches = StepBatches(split, seed=5, global_batch_size=64, micro_batch=64, storage=None)
+    batches = StepBatches(split, seed=5, global_batch_size=64, micro_batch=64)
     cursor, found = Cursor(epoch), []
     while cursor.epoch == epoch:
         indices, cursor = batches.global_batch(cursor)
@@ -114,9 +114,7 @@ def test_any_position_is_reached_without_the_earlier_batches(folder: Path) -> No
         fresh = opened(folder).train
         parts = []
         for rank in range(world_size):
-            own = StepBatches(
-                fresh, seed=5, global_batch_size=64, micro_batch=8, rank=rank, world_size=world_size, storage=None
-            )
+            own = StepBatches(fresh, seed=5, global_batch_size=64, micro_batch=8, rank=rank, world_size=world_size)
             indices = own.global_batch(Cursor(2, 448)).indices
             parts += [rows_of(fresh, part) for part in own.rank_indices(indices)]
         assert [row for part in parts for row in part] == walked[448:512]
@@ -166,8 +164,8 @@ def test_prefetched_batches_read_every_row_group_once_per_epoch(folder: Path, mo
     split, read = in_windows_of_two(folder), []
     table_to_split = split._read._make
     monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
-    batches = StepBatches(split, seed=5, global_batch_size=16, micro_batch=16, storage="pinned")
-    uploads = BatchUploader[MicroBatch](torch.device("cpu"), parts=lambda micro: micro.batch)
+    batches = StepBatches(StreamSplit(split, device="cpu"), seed=5, global_batch_size=16, micro_batch=16)
+    uploads = BatchUploader[MicroBatch](torch.device("cpu"))
     loader = BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
     found: dict[int, list[int]] = {epoch: [] for epoch in range(5)}
     cursor = Cursor()

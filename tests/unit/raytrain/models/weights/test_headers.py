@@ -15,7 +15,7 @@ from torch import nn
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.models.weights.headers import find_weights
-from raytrain.models.weights.stored import StartingWeights, export_weights
+from raytrain.models.weights.stored import StoredTensors, export_weights
 from raytrain.runs.folder import RunFolder
 
 KEY = "model.init_from"
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_several_workers_is_reassembled(tmp_path: Path) -> None:
     (tmp_path / "COMPLETE").write_text("")
     found = find_weights(str(tmp_path), key=KEY)
     assert found.shapes == {"a": (5, 2), "b": (3,), "c": (5, 2)}
-    read = StartingWeights(found).read()
+    read = StoredTensors(found).read_all()
     assert torch.equal(read["a"], whole["a"]) and read["c"] is read["a"] and torch.equal(read["b"], whole["b"])
 
 

@@ -52,7 +52,7 @@ def test_fp64_is_restored_to_the_last_bit(tmp_path: Path) -> None:
     module = nn.Linear(2, 2).double()
     export_weights(module.state_dict(), path)
     taken = nn.Linear(2, 2).double()
-    StartingWeights.at(path).fill(taken)
+    StartingWeights(path).fill(taken)
     assert torch.equal(taken.weight, module.weight)
 
 
@@ -62,7 +62,7 @@ def test_mismatched_tensors_are_one_message_with_counts_and_the_first_five(tmp_p
     save_file({**state, "0.weight": torch.zeros(3, 3)}, path)
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(InputError) as error:
-        StartingWeights.at(str(path)).check(module)
+        StartingWeights(str(path)).check(module)
     assert str(error.value) == (
         f"model.init_from: got {path}: 3 missing (0.bias, 1.weight, 1.bias); "
         "7 unexpected (layer0.weight, layer1.weight, layer2.weight, layer3.weight, layer4.weight and 2 more); "
