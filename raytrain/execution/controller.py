@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,7 +111,10 @@ class FaultWriter(UserCallback):
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
             raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
-        step = self._step()
+        try:
+            step = step_of(ray.get(self._channel.progress.remote(), timeout=ANSWER_S))
+        except ray.exceptions.RayError:  # nobody answers
+            step = None
         self._channel.report_group.remote(RESTARTING)
         from_step = start_of(run, attempt)
         known = {entry.name for entry in run.store.entries("faults")}
@@ -122,28 +124,11 @@ class FaultWriter(UserCallback):
                 continue
             died = rank in lost or type(error).__name__ in DEATH_ERRORS
             fault = Fault(
-                attempt=attempt,
-                rank=rank,
-                step=step if died else None,
-                error="WorkerDied" if died else type(error).__name__,
-                message=_message(rank, error, lost=lost, died=died),
-                traceback="" if died else str(error),
-                precision="",
-                reduced=False,
-                final=False,
-                from_step=from_step,
-                time=time.time(),
-                node=_WORKER_NODES.get(rank),
-            )
+                attempt, rank, step if died else None, "WorkerDied" if died else type(error).__name__,
+                _message(rank, error, lost=lost, died=died), traceback="" if died else str(error),
+                from_step=from_step, node=_WORKER_NODES.get(rank),
+            )  # fmt: skip
             write_fault(run, fault)
-
-    def _step(self) -> int | None:
-        """The step after the last one that rank 0 has reported; None before its first, or where nobody answers."""
-        try:
-            progress: dict[str, Any] = ray.get(self._channel.progress.remote(), timeout=ANSWER_S)
-        except ray.exceptions.RayError:
-            return None
-        return step_of(progress)
 
 
 def start_of(run: RunFolder, attempt: int) -> int:
