@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.wording import counted, seconds
+from raytrain.report.charts import line, panel
 from raytrain.report.experts import loads_of, names_of
 from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number, percentile, series, values
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
@@ -306,28 +307,20 @@ def training_spec(records: RunRecords) -> dict[str, Any]:
 
     Each series holds the `x` and `y` that are drawn, in full precision.
     """
-    accuracy = _lines(("train", series(records.train, "accuracy")), ("eval", series(records.evals, "accuracy")))
-    norms = _lines(("gradient norm", series(records.train, "grad_norm")))
-    second = _panel("Accuracy", "step", "accuracy", accuracy)
-    if not accuracy:
-        second = _panel("Gradient norm", "step", "global norm", norms)
+    accuracy = _lines(train=series(records.train, "accuracy"), eval=series(records.evals, "accuracy"))
+    norms = _lines(**{"gradient norm": series(records.train, "grad_norm")})
+    second = panel("Accuracy", "accuracy", accuracy) if accuracy else panel("Gradient norm", "global norm", norms)
     epochs = [(row["epoch"], row["epoch_time_s"]) for row in history(records) if row["epoch_time_s"] is not None]
     if len(epochs) > 1:
-        third = _panel("Epoch time", "epoch", "seconds", _lines(("epoch", epochs)), kind="bar")
+        third = panel("Epoch time", "seconds", _lines(epoch=epochs), x_label="epoch", kind="bar")
     else:
-        third = _panel("Step time", "step", "seconds", _lines(("step", series(records.train, "step_time_s"))))
-    losses = _lines(("train", series(records.train, "loss")), ("eval", series(records.evals, "loss")))
-    return {"title": records.name, "panels": [_panel("Loss", "step", "loss", losses), second, third]}
+        third = panel("Step time", "seconds", _lines(step=series(records.train, "step_time_s")))
+    losses = _lines(train=series(records.train, "loss"), eval=series(records.evals, "loss"))
+    return {"title": records.name, "panels": [panel("Loss", "loss", losses), second, third]}
 
 
-def _panel(title: str, x_label: str, y_label: str, lines: list[Any], *, kind: str = "line") -> dict[str, Any]:
-    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": lines}
-
-
-def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
-    return [
-        {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]} for label, points in named if points
-    ]
+def _lines(**named: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    return [line(label, points) for label, points in named.items() if points]
 
 
 def throughput(records: RunRecords) -> dict[str, float | None]:

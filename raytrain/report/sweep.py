@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.wording import counted, loss_text, measured, rate_text, seconds, size
+from raytrain.report.charts import line, panel
 from raytrain.report.records import listed, mapping, number
 from raytrain.report.style import esc, page, picture
 from raytrain.report.tables import label, shown, table
@@ -48,31 +49,23 @@ def whole_spec(
             label = ", ".join(values) + (", stopped early" if row["outcome"] == "stopped" else "")
             if len(rows) > NAMED and row["trial"] != best:
                 label = ""
-            lines.append(_line(label, points, faint=row["trial"] != best))
+            lines.append(line(label, points, faint=row["trial"] != best))
     ended = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
     bars = [
-        _line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
-        _line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
+        line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
+        line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
     ]
     chosen = next(row for row in rows if row["trial"] == best)
     return {
         "title": f"{name}: {len(rows)} {'trial' if len(rows) == 1 else 'trials'}, trial {best} chosen",
         "panels": [
-            {"title": "evaluation loss", "x_label": "step", "y_label": "loss", "kind": "line", "series": lines},
-            {
-                "title": metric_label,
-                "x_label": "trial",
-                "y_label": metric_label,
-                "kind": "dot",
-                "series": [bar for bar in bars if bar["x"]],
-                "marks": [{"x": best, "y": chosen[metric], "text": "chosen"}],
-            },
+            panel("evaluation loss", "loss", lines),
+            panel(
+                metric_label, metric_label, [bar for bar in bars if bar["x"]], x_label="trial", kind="dot",
+                marks=[{"x": best, "y": chosen[metric], "text": "chosen"}],
+            ),
         ],
-    }
-
-
-def _line(label: str, points: Sequence[tuple[float | None, float | None]], *, faint: bool = False) -> dict[str, Any]:
-    return {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points], "faint": faint}
+    }  # fmt: skip
 
 
 def batch_spec(
@@ -105,15 +98,15 @@ def batch_spec(
                     speed.append((None, None))
                 speed.append((x, y))
             intervals = [(row["micro_batch_size"], max(0.0, row["low"]), row["high"]) for row in timed]
-            speeds.append({**_line(precision, speed), "hue": hue, "intervals": intervals})
-        peaks += [{**_line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
-        peaks += [{**_line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
+            speeds.append({**line(precision, speed), "hue": hue, "intervals": intervals})
+        peaks += [{**line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
+        peaks += [{**line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
     chosen_row = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
-    left = {"title": "rows per second of one worker (least to most)", "x_label": "micro-batch size",
-            "y_label": "rows/s", "kind": "line", "doubling": True, "series": speeds,
-            "marks": [{"x": chosen[1], "y": chosen_row["rows_per_s"], "text": "chosen"}]}  # fmt: skip
-    right = {"title": "peak memory of one process", "x_label": "micro-batch size", "y_label": "MiB", "kind": "line",
-             "doubling": True, "series": peaks}  # fmt: skip
+    left = panel(
+        "rows per second of one worker (least to most)", "rows/s", speeds, x_label="micro-batch size", doubling=True,
+        marks=[{"x": chosen[1], "y": chosen_row["rows_per_s"], "text": "chosen"}],
+    )  # fmt: skip
+    right = panel("peak memory of one process", "MiB", peaks, x_label="micro-batch size", doubling=True)
     highest = max((y for line in peaks for y in line["y"]), default=0.0)
     if budget is not None and budget / MIB < 3 * highest:
         right["limit"] = {"y": budget / MIB, "text": "memory budget"}

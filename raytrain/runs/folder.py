@@ -447,7 +447,7 @@ class MirroredFolder:
         for file in resumed:
             with contextlib.suppress(FileNotFoundError):
                 Path(self.path, file).write_bytes(run.store.read_bytes(f"{name}/{file}"))
-        threading.Thread(target=self._beat, daemon=True, name="upload").start()
+        threading.Thread(target=self._upload_often, daemon=True, name="upload").start()
 
     def __enter__(self) -> Self:
         return self
@@ -469,7 +469,7 @@ class MirroredFolder:
         finally:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _beat(self) -> None:
+    def _upload_often(self) -> None:
         while not self._stop.wait(self._every_s):
             with contextlib.suppress(RunError):  # tried again by the next upload
                 self._upload()
