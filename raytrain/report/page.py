@@ -21,7 +21,7 @@ from raytrain.report.figures import HISTORY_COLUMNS, history, outcome, summarise
 from raytrain.report.findings import diagnose
 from raytrain.report.lifecycle import drift_spec, graph_specs, lives_spec, sleep_spec
 from raytrain.report.records import Row, RunRecords, listed, mapping, number, read_records, series, values
-from raytrain.report.style import STYLE, esc, page, picture
+from raytrain.report.style import STYLE, esc, finding, header, page, picture, sections, tiles
 from raytrain.report.tables import configuration, epochs, machine, plan_table, sample, table, time_table, timeline
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join
@@ -132,15 +132,8 @@ _ROUGH = 30
 def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None) -> str:
     """The complete page of a run; sections without records are left out. `pictures` are PNG files by name."""
     summary = summarise(records)
-    findings = diagnose(records)
-    cards = (
-        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
-        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
-        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
-        for item in findings
-    )
-    inner = "".join(cards)
-    sections = [
+    inner = "".join(finding(**vars(one)) for one in diagnose(records))
+    parts = [
         ("findings", "What stands out", f'<div class="findings">{inner}</div>' if inner else ""),
         ("curves", "Curves", _curves(records)),
         ("devices", "Devices", telemetry_charts(records, restarts(records))),
@@ -153,16 +146,13 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
         ("machine", "Machine", machine(records)),
         ("config", "Configuration", configuration(records)),
     ]
-    shown = [(key, title, body) for key, title, body in sections if body]
-    links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in shown)
-    body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in shown)
-    head = f"{_head(records, summary)}<nav>{links}</nav>{_tiles(records, summary)}"
+    links, body = sections(parts)
+    head = f"{_head(records, summary)}{links}{_tiles(records, summary)}"
     return page(f"{records.name} - raytrain", f"{head}{body}{_foot(records)}")
 
 
 def _head(records: RunRecords, summary: dict[str, Any]) -> str:
     state = outcome(records)
-    tone = TONES.get(state.status, "info")
     began = next((number(row.get("time")) for row in records.events), None) or number(records.environment.get("time"))
     facts = [
         f"started {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC" if began else "",
@@ -171,12 +161,7 @@ def _head(records: RunRecords, summary: dict[str, Any]) -> str:
         f"{summary['attempts']} attempts" if (summary["attempts"] or 0) > 1 else "",
         f"{plain_number(number(summary['parameters']))} parameters" if summary["parameters"] else "",
     ]
-    meta = "".join(f"<span>{esc(fact)}</span>" for fact in facts if fact)
-    return (
-        f'<header><p class="brand">raytrain report</p><div class="head"><h1>{esc(records.name)}</h1>'
-        f'<span class="pill {tone}">{esc(state.status)}</span></div>'
-        f'<p class="lead">{esc(state.sentence)}</p><p class="meta">{meta}</p></header>'
-    )
+    return header("report", records.name, state.status, TONES.get(state.status, "info"), state.sentence, facts)
 
 
 def _tiles(records: RunRecords, summary: dict[str, Any]) -> str:
@@ -185,47 +170,26 @@ def _tiles(records: RunRecords, summary: dict[str, Any]) -> str:
     best_at = f"step {summary['best_eval_step']:,}" if summary["best_eval_step"] else ""
     accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
     p50, p95 = (seconds(ms / 1000) if ms is not None else "" for ms in (summary["step_ms_p50"], summary["step_ms_p95"]))
-    tiles = [
+    commands = len(records.of_kind("driver_start"))
+    if commands > 1:
+        spent = f"over {counted(commands, 'command')}"
+    elif (summary["attempts"] or 0) > 1:
+        spent = "all attempts"
+    else:
+        spent = f"{seconds(summary.get('startup_s'))} of it start-up"
+    figures = [
         ("Final loss", loss_text(summary["final_loss"]), f"first {loss_text(summary['first_loss'])}"),
         ("Best eval loss", loss_text(summary["best_eval_loss"]), best_at),
         ("Perplexity", measured(summary["perplexity"]), "best eval, per token"),
         ("Accuracy", accuracy, "eval"),
-        (
-            "Steps",
-            f"{summary['steps']:,}",
-            f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else "",
-        ),
-        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", _spent(records, summary)),
-        (
-            f"{rate.capitalize()} per second",
-            rate_text(summary[f"{rate}_per_s_median"]),
-            "median" if whole is None else f"median; whole run {rate_text(whole)}",
-        ),
+        ("Steps", f"{summary['steps']:,}", f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else ""),
+        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", spent),
+        (f"{rate.capitalize()} per second", rate_text(summary[f"{rate}_per_s_median"]),
+         "median" if whole is None else f"median; whole run {rate_text(whole)}"),
         ("Step time", p50, f"p95 {p95}"),
-        (
-            "Peak memory",
-            size(summary["peak_memory_bytes"]) if summary["peak_memory_bytes"] else "",
-            "per worker",
-        ),
-    ]
-    cells = "".join(
-        f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
-        for name, value, note in tiles
-        if value and value != "-"
-    )
-    return f'<div class="tiles">{cells}</div>'
-
-
-def _spent(records: RunRecords, summary: dict[str, Any]) -> str:
-    """What the wall time is the sum of, or how much of it a single attempt needed to start."""
-    commands = len(records.of_kind("driver_start"))
-    if commands > 1:
-        return f"over {counted(commands, 'command')}"
-    return "all attempts" if (summary["attempts"] or 0) > 1 else f"{seconds(summary.get('startup_s'))} of it start-up"
-
-
-def _options(options: Sequence[str]) -> str:
-    return f"<ol>{''.join(f'<li>{esc(one)}</li>' for one in options)}</ol>" if options else ""
+        ("Peak memory", size(summary["peak_memory_bytes"]) if summary["peak_memory_bytes"] else "", "per worker"),
+    ]  # fmt: skip
+    return tiles(figures)
 
 
 def restarts(records: RunRecords) -> list[Mark]:

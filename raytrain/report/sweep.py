@@ -13,7 +13,7 @@ from typing import Any
 from cluster.wording import counted, loss_text, measured, rate_text, seconds, size
 from raytrain.report.charts import line, panel
 from raytrain.report.records import listed, mapping, number
-from raytrain.report.style import esc, page, picture
+from raytrain.report.style import card, esc, header, page, picture
 from raytrain.report.tables import label, shown, table
 from raytrain.runs.folder import RunFolder, shell_command
 from raytrain.runs.storage import join, open_store
@@ -163,11 +163,8 @@ def sweep_page(
     name = path.rstrip("/").rpartition("/")[2]
     done = outcome.get("status") == "done"
     spent = f" in {seconds(number(outcome.get('wall_s')))}" if outcome.get("wall_s") else ""
-    head = (
-        f'<header><p class="brand">raytrain search</p><div class="head"><h1>{esc(name)}</h1>'
-        f'<span class="pill {"good" if done else "info"}">{"done" if done else "not finished"}</span></div>'
-        f'<p class="lead">{esc(title)}</p><p class="meta"><span>{len(trials)} trials{esc(spent)}</span></p></header>'
-    )
+    state, tone = ("done", "good") if done else ("not finished", "info")
+    head = header("search", name, state, tone, title, [f"{len(trials)} trials{spent}"])
     use = f'<p class="note">Train with it: <code>{esc(shell_command("train", "--from-tune", path))}</code></p>'
     decision, winner = mapping(outcome.get("decision")), mapping(outcome.get("best"))
     reasons = {"precision.dtype": "precision", "loop.micro_batch_size": "micro_batch_size"}
@@ -179,10 +176,10 @@ def sweep_page(
         rows.append([f"<code>{esc(key)}</code>", shown(value), esc(why or "")])
     columns = [("Key", "k"), ("Value", "v"), ("Why", "soft")]
     sections = [
-        ("What was chosen", f'<div class="card">{table(columns, rows)}</div>' if rows else ""),
+        ("What was chosen", card(table(columns, rows)) if rows else ""),
         ("Curves", f'<div class="card scroll">{picture("measurements of the trials", drawn)}</div>' if drawn else ""),
         ("Trials", _trials(trials, outcome)),
-        ("best.yaml", f'<div class="card"><pre>{esc(best.rstrip())}</pre></div>{use}' if best else ""),
+        ("best.yaml", card(f"<pre>{esc(best.rstrip())}</pre>") + use if best else ""),
     ]
     body = "".join(f"<section><h2>{esc(title)}</h2>{inner}</section>" for title, inner in sections if inner)
     return page(f"{name} - raytrain", f"{head}{body}<footer><p>{esc(path)}</p></footer>")
@@ -194,24 +191,21 @@ def _trials(trials: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> 
     rows, names, note = (sizes, OF_SIZES, "note") if sizes else (trials, OF_RUNS, "reason")
     kept = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
     keys = [] if sizes else list(dict.fromkeys(key for row in trials for key in mapping(row.get("values"))))
-    told = any(row.get(note) for row in rows)
+    chosen, told = mapping(outcome.get("values")), any(row.get(note) for row in rows)
+    best = chosen.get("precision.dtype"), chosen.get("loop.micro_batch_size")
     columns = [*((TITLES.get(name) or label(name), "v") for name in kept), *((key, "v") for key in keys)]
     cells = []
     for row in rows:
         written = [_cell(name, row.get(name)) for name in kept]
-        written[0] += CHOSEN if _is_chosen(row, outcome, sizes=bool(sizes)) else ""
+        if sizes:
+            is_chosen = (row.get("precision"), row.get("micro_batch_size")) == best
+        else:
+            is_chosen = row.get("trial") == mapping(outcome.get("best")).get("trial")
+        written[0] += CHOSEN if is_chosen else ""
         written += [shown(mapping(row.get("values")).get(key)) for key in keys]
         cells.append([*written, *([esc(row.get(note) or "")] if told else [])])
     columns += [(note, "soft")] if told else []
-    return f'<div class="card">{table(columns, cells)}</div>' if cells else ""
-
-
-def _is_chosen(row: Mapping[str, Any], outcome: Mapping[str, Any], *, sizes: bool) -> bool:
-    if not sizes:
-        return row.get("trial") == mapping(outcome.get("best")).get("trial")
-    chosen = mapping(outcome.get("values"))
-    pairs = (("precision", "precision.dtype"), ("micro_batch_size", "loop.micro_batch_size"))
-    return all(row.get(name) == chosen.get(key) for name, key in pairs)
+    return card(table(columns, cells)) if cells else ""
 
 
 def _cell(name: str, value: Any) -> str:
