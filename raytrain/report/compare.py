@@ -49,10 +49,8 @@ _FOLDER, _LONGEST = "comparisons", 120
 
 
 def compare(runs: Sequence[RunFolder]) -> str:
-    """Writes the page into `comparisons/` beside the first run, and returns its path.
-
-    Errors: RunError if the folder cannot be written.
-    """
+    """Writes the page into `comparisons/` beside the first run, and returns its path. Raises RunError if the folder
+    cannot be written."""
     records = [read_records(run) for run in runs]
     beside, _, first = runs[0].path.rstrip("/").rpartition("/")
     others = "-".join(run.path.rstrip("/").rpartition("/")[2] for run in runs[1:])
@@ -75,13 +73,20 @@ def compare_page(runs: Sequence[RunRecords], links: Sequence[str] = ()) -> str:
         f'<span><a href="{esc(link)}">{esc(name)}</a></span>' if link else f"<span>{esc(name)}</span>"
         for name, link in zip_longest(names, links[: len(names)], fillvalue="")
     )
+    train, evals = [], []
+    for index, (name, records) in enumerate(zip(names, runs, strict=True)):
+        colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
+        train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
+        evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
+    curves = chart("Training loss", train, wide=True, write=loss_text)
+    curves += chart("Eval loss", evals, wide=True, write=loss_text)
     body = (
         f'<header><p class="brand">raytrain report</p><h1>{len(runs)} runs compared</h1>'
         f'<p class="meta">{meta}</p></header>'
         + (f'<section><div class="findings tiles-gap">{notes}</div></section>' if notes else "")
         + f"<section><h2>What differs in their jobs</h2>{_differences(runs, names)}</section>"
         + f"<section><h2>Key figures</h2>{_figures([summarise(records) for records in runs], names)}</section>"
-        + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, names)}</div></section>'
+        + f'<section><h2>Loss</h2><div class="charts">{curves}</div></section>'
     )
     return page("Runs compared - raytrain", body)
 
@@ -124,18 +129,6 @@ def _differences(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
         return '<p class="note">Nothing: all keys have the same values.</p>'
     columns = [("Key", "k"), *((head, "v") for head in heads)]
     return card(table(columns, rows))
-
-
-def _charts(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
-    train, evals = [], []
-    for index, (name, records) in enumerate(zip(names, runs, strict=True)):
-        colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
-        train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
-        evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
-    return "".join(
-        chart(title, curves, wide=True, write=loss_text)
-        for title, curves in (("Training loss", train), ("Eval loss", evals))
-    )
 
 
 def _figures(summaries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ from raytrain.runs.folder import RunFolder, shell_command
 from raytrain.runs.storage import join, open_store
 
 # ---------------------------------------------------------------- tune figures
-# Plot specs of a search, as JSON mappings with exactly the plotted numbers, built from the trial rows.
 
 
 MIB = 2**20
@@ -31,14 +30,8 @@ def whole_spec(
     rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Sequence[tuple[int, float]]], *, best: int, metric: str,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trials that are complete runs: evaluation losses by step, and the metric of each trial.
-
-    Args:
-        rows: rows of trials.jsonl.
-        curves: trial -> (step, loss) of each evaluation.
-        best: number of the chosen trial.
-        metric: "eval_loss" or "samples_per_s".
-    """
+    """The plot spec of trials that are complete runs (`rows` of trials.jsonl): evaluation losses by step (`curves`:
+    trial -> (step, loss) of each), and the metric of each trial, of which `best` was chosen."""
     metric_label = {"eval_loss": "lowest eval loss", "samples_per_s": "samples per second"}[metric]
     lines = []
     for row in sorted(rows, key=lambda one: one["trial"] == best):
@@ -72,14 +65,14 @@ def batch_spec(
     table: Sequence[Mapping[str, Any]], *, sizes: Sequence[int], chosen: tuple[str, int], budget: int | None,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """A search over batch size and precision: throughput and peak memory by micro-batch size.
+    """The plot spec of a search over batch size and precision: throughput and peak memory by micro-batch size.
 
     Args:
         table: `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of
             the kind.
         sizes: all sizes that the search could try; a line connects only neighbours among them, so that it has a gap
             where a size was not measured.
-        chosen: the chosen (precision, micro-batch size): the knee.
+        chosen: the chosen (precision, micro-batch size).
         budget: bytes that a process may use.
     """
     precisions = list(dict.fromkeys(row["precision"] for row in table))
@@ -134,10 +127,7 @@ def is_sweep(path: str) -> bool:
 
 
 def build_sweep_report(sweep: RunFolder) -> str:
-    """Writes `report/report.html` of a search in any state; returns its path.
-
-    Errors: RunError if the folder cannot be written.
-    """
+    """Writes `report/report.html` of a search in any state; returns its path."""
     html = sweep_page(
         sweep.path, trials=sweep.read_rows(TRIALS), outcome=_json(sweep, OUTCOME),
         title=str(_json(sweep, PLOT).get("title") or ""),
