@@ -202,8 +202,13 @@ class RunView:
         for row in self._events.read():
             self._show_event(row)
         for row in self._metrics.read():
-            self._take(row)
-        self.display.show(self._progress, missing=self._left)
+            if row["kind"] == "train":
+                self._step_s = [*self._step_s[-19:], float(row.get("step_time_s") or 0.0)]
+            steps = (self._max_steps or 0) - int(row["step"])
+            # for the steps that are left, evaluations and checkpoints not counted
+            left_s = steps * statistics.median(self._step_s) if self._step_s and steps > 0 else None
+            self._progress.update(phase="training", step=row["step"], row=row, max_steps=self._max_steps, left_s=left_s)
+        self.display.show(self._progress, missing=self._time_left)
         self._show_devices()
         if alive:
             self._dead_since = None
@@ -218,28 +223,16 @@ class RunView:
         records = read_records(self._run)
         state = outcome(records)
         if records.result is None:
-            raise RunError(
-                f"{state.sentence} Resume it with: {resume_command('train', path_from_here(self._run.path))}"
-            )
+            resume = resume_command("train", path_from_here(self._run.path))
+            raise RunError(f"{state.sentence} Resume it with: {resume}")
         for line in finding_lines(diagnose(records)):
             self.display.print_lines(text_from_here(line, self._run.path))
         print_line(self._console, state.sentence)
         return CODES.get(state.status, 1)
 
-    def _take(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "train":
-            self._step_s = [*self._step_s[-19:], float(row.get("step_time_s") or 0.0)]
-        self._progress.update(phase="training", step=row["step"], row=row, max_steps=self._max_steps)
-        self._progress["left_s"] = self._left_s()
-
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         left_s = self.display.left_s
         return "" if left_s is None else f"{clock_text(left_s)} left"
-
-    def _left_s(self) -> float | None:
-        """Seconds for the steps that are left, evaluations and checkpoints not counted; None where unknown."""
-        steps = (self._max_steps or 0) - int(self._progress["step"])
-        return steps * statistics.median(self._step_s) if self._step_s and steps > 0 else None
 
     def _show_event(self, row: Mapping[str, Any]) -> None:
         kind = row["kind"]
@@ -250,9 +243,8 @@ class RunView:
             self.display.print_lines(f"{SHOWN[kind]}{row.get('reason', '')}")
         elif kind == "attempt":
             again = f", from step {row['from_step']}" if row["attempt"] > 1 else ""
-            self.display.print_lines(
-                f"attempt {row['attempt']}: {counted(row['workers'], 'worker')} on {row['device']}{again}"
-            )
+            workers = f"{counted(row['workers'], 'worker')} on {row['device']}"
+            self.display.print_lines(f"attempt {row['attempt']}: {workers}{again}")
             self._begin("training", step=row["from_step"], max_steps=self._max_steps)
         elif kind == "fault":
             rank = "" if row.get("rank") is None else f" on rank {row['rank']}"

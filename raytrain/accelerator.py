@@ -110,18 +110,12 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Platform:
-    """The accelerator platform of this torch build.
+    """The accelerator platform of this torch build."""
 
-    Attributes:
-        name: "cuda", "rocm" or "cpu".
-        version: version of CUDA or HIP.
-        collectives, convolutions: the libraries that torch calls `nccl` and `cudnn`.
-    """
-
-    name: str
-    version: str
-    collectives: str
-    convolutions: str
+    name: str  # "cuda", "rocm" or "cpu"
+    version: str  # of CUDA or HIP
+    collectives: str  # the library that torch calls `nccl`
+    convolutions: str  # the library that torch calls `cudnn`
 
     def to_json(self) -> dict[str, str]:
         return asdict(self)

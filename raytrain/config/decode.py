@@ -49,15 +49,8 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, *, origin: str) -> dict[Any, Any]:
-    """Parse a YAML text that holds a mapping.
-
-    Args:
-        text: one YAML document.
-        origin: what messages call it, such as the file name.
-
-    Raises:
-        InputError: a syntax error with its line, a duplicate key, a tag, a second document, no mapping.
-    """
+    """Parse a YAML text that holds a mapping; `origin` is what messages call it, such as the file name. Raises
+    InputError for a syntax error with its line, a duplicate key, a tag, a second document, no mapping."""
     value = load_value(text, origin=origin)
     if not isinstance(value, dict):
         seen = "an empty file" if value is None else describe(value)
@@ -107,7 +100,6 @@ class _Reader:
         self.origin, self.count, self.open = origin, 0, set[int]()
 
     def value(self, node: yaml.Node, path: str) -> Any:
-        """The value of one node; `path` is its dotted key, for messages."""
         self.count += 1
         if self.count > MAX_VALUES:
             raise self._error(node, path, f"more than {MAX_VALUES} values", "a job")
@@ -115,7 +107,12 @@ class _Reader:
             raise self._error(node, path, "an alias to itself", "a finite value")
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path, kind)
+            if kind != "str" and kind not in _SCALARS:
+                raise self._error(node, path, f"the tag {node.tag}", "a value without a tag")
+            try:
+                return _scalar(kind, node.value)
+            except ValueError as error:
+                raise self._error(node, path, str(error), "a value that fits its tag") from error
         if kind not in ("seq", "map"):
             raise self._error(node, path, f"the tag {node.tag}", "a value without a tag")
         self.open.add(id(node))
@@ -125,14 +122,6 @@ class _Reader:
             value = [self.value(item, join(path, index)) for index, item in enumerate(node.value)]
         self.open.discard(id(node))
         return value
-
-    def _scalar(self, node: yaml.ScalarNode, path: str, kind: str) -> Any:
-        if kind != "str" and kind not in _SCALARS:
-            raise self._error(node, path, f"the tag {node.tag}", "a value without a tag")
-        try:
-            return _scalar(kind, node.value)
-        except ValueError as error:
-            raise self._error(node, path, str(error), "a value that fits its tag") from error
 
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
@@ -176,11 +165,8 @@ def _scalar(kind: str, text: str) -> Any:
 
 
 def plain_scalar(text: str) -> Any:
-    """The value of unquoted text: the first kind of scalar that it matches, otherwise a string.
-
-    Raises:
-        ValueError: a number of hundreds of digits.
-    """
+    """The value of unquoted text: the first kind of scalar that it matches, otherwise a string. Raises ValueError for a
+    number of hundreds of digits."""
     kind = next((kind for kind, pattern in _SCALARS.items() if pattern.match(text)), "str")
     return _scalar(kind, text)
 
@@ -230,9 +216,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict[Any, Any], set[str]]:
     """A copy of `mapping` with the overrides of a command line applied; of equal keys the last wins.
 
-    Returns:
-        The new mapping, which shares its unchanged values with the old one, and the dotted keys that were set.
-        A mapping given for a whole section (``loop={max_steps: 3}``) sets its keys one by one.
+    Returns the new mapping, which shares its unchanged values with the old one, and the dotted keys that were set. A
+    mapping given for a whole section (``loop={max_steps: 3}``) sets its keys one by one.
     """
     result, touched = dict(mapping), set[str]()
     for text in overrides:
@@ -240,28 +225,21 @@ def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tup
         is_section = "." not in key and isinstance(value, dict) and value
         pairs = {f"{key}.{name}": item for name, item in value.items()} if is_section else {key: value}
         for dotted, item in pairs.items():
-            _set(result, dotted.split("."), item)
+            *sections, last = dotted.split(".")
+            inside = result
+            for depth, name in enumerate(sections):  # copied, as the caller's mappings are never changed
+                inner = inside.get(name)
+                if inner is not None and not isinstance(inner, Mapping) and depth == 0:
+                    raise InputError(name, got=describe(inner), expected="a mapping of keys")
+                inside[name] = dict(inner) if isinstance(inner, Mapping) else {}
+                inside = inside[name]
+            inside[last] = item
             touched.add(dotted)
     return result, touched
 
 
-def _set(mapping: dict[Any, Any], path: list[str], value: Any) -> None:
-    """Sets one value, copying the mappings along the path: the caller's mappings are never changed."""
-    for depth, name in enumerate(path[:-1]):
-        inner = mapping.get(name)
-        if inner is not None and not isinstance(inner, Mapping) and depth == 0:
-            raise InputError(name, got=describe(inner), expected="a mapping of keys")
-        mapping[name] = dict(inner) if isinstance(inner, Mapping) else {}
-        mapping = mapping[name]
-    mapping[path[-1]] = value
-
-
 def accepts(root: type[BaseModel], text: str) -> bool:
-    """Whether the key of ``section.key=value``, which must exist, takes this value.
-
-    Raises:
-        InputError: see `parse_override`.
-    """
+    """Whether the key of ``section.key=value``, which must exist, takes this value. Raises as `parse_override`."""
     dotted, value = parse_override(text)
     *sections, name = dotted.split(".")
     cls = root
@@ -271,11 +249,8 @@ def accepts(root: type[BaseModel], text: str) -> bool:
 
 
 def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
-    """Builds a section from a mapping of YAML or Python; nested sections are decoded too.
-
-    Raises:
-        InputError: for the first mistake in the order of the file; it lists the others.
-    """
+    """Builds a section from a mapping of YAML or Python; nested sections are decoded too. Raises InputError for the
+    first mistake in the order of the file; it lists the others."""
     problems: list[InputError] = []
     instance = _decode(cls, mapping, prefix, cls, problems)
     if instance is not None and not problems:

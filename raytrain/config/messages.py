@@ -22,14 +22,9 @@ from pydantic_core import PydanticUndefined
 from raytrain.errors import InputError
 
 _KINDS = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "true or false",
-    "null": "null",
-    "object": "a mapping",
-    "array": "a list",
-}
+    "integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false", "null": "null",
+    "object": "a mapping", "array": "a list",
+}  # fmt: skip
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 SPELLINGS = {
     "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "single": "fp32",
@@ -150,25 +145,16 @@ def render(value: Any) -> str:
 def describe(value: Any) -> str:
     """A value and its type, such as ``"7" (a string)``."""
     names = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        tuple: "a list",
+        bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", tuple: "a list",
         dict: "a mapping",
-    }
+    }  # fmt: skip
     text = render(value)
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
     return text if value is None else f"{text} ({names.get(type(value), 'a Python object')})"
 
 
 def advice(*options: tuple[str, bool]) -> str:
-    """One sentence of the options that are not in force already.
-
-    Args:
-        options: (what to do, whether the run did it).
-    """
+    """One sentence of the options (what to do, whether the run did it) that are not in force already."""
     left = [text for text, in_force in options if not in_force]
     if not left:
         return ""

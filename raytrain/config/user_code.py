@@ -26,11 +26,9 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def resolve(path: str, key: str) -> Callable[..., Any]:
-    """The callable that "module:function" names; the working directory is searched last.
+    """The callable that "module:function" names; the working directory is searched last. `key` is the key of the job
+    that names it, for messages.
 
-    Args:
-        path: e.g. ``my_pkg.my_mod:build``.
-        key: the key of the job that names it, for messages.
     Raises:
         InputError: not of that form, no such module or attribute, the module's own import fails, or a
             folder of the working directory shadows one of our packages.
@@ -46,12 +44,8 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
         if not hasattr(found, attribute):
             names = [n for n in vars(found) if not n.startswith("_")]
             where = getattr(found, "__file__", None) or function_name(found)
-            raise InputError(
-                key,
-                got=f"{path}, which {where} does not define",
-                expected="a function or class of that module",
-                remedy=suggestion(attribute, names),
-            )
+            got, remedy = f"{path}, which {where} does not define", suggestion(attribute, names)
+            raise InputError(key, got=got, expected="a function or class of that module", remedy=remedy)
         found = getattr(found, attribute)
     if not callable(found):
         raise InputError(key, got=f"{path}, a {type(found).__name__}", expected="a function or a class")
@@ -79,11 +73,7 @@ def make_importable(folder: str) -> None:
 
 def check_shadowing(folder: str | None = None) -> None:
     """Refuse code under the name of one of our packages in the working directory or beside the script: a process of
-    Ray would import it in the place of ours.
-
-    Raises:
-        InputError: naming the file or folder.
-    """
+    Ray would import it in the place of ours. Raises InputError, naming the file or folder."""
     script = getattr(sys.modules.get("__main__"), "__spec__", None) is None  # and no `python -m`: that adds no folder
     beside = os.path.dirname(sys.argv[0]) if script else ""
     for place in filter(None, (folder or os.getcwd(), beside)):
@@ -112,11 +102,8 @@ def passed_over(*args: Any, **keywords: Any) -> None:
 
 
 def users_error(error: BaseException, *, key: str, doing: str) -> InputError:
-    """What the user's own code raised, as wrong input, with the frames of that code and no others.
-
-    Args:
-        doing: when it was raised, e.g. "in the forward pass".
-    """
+    """What the user's own code raised, as wrong input, with the frames of that code and no others; `doing` says when,
+    e.g. "in the forward pass"."""
     seen = f"{type(error).__name__}: {first_line(error)}, raised {doing}"
     return InputError(key, got=seen, expected="code that runs without an error", remedy=raised_at(error))
 
@@ -162,15 +149,15 @@ def is_users_file(path: str) -> bool:
     if path.startswith(("<frozen", "<string>")):
         return False
     real = os.path.realpath(path)
-    ours = [str(HOME / package) for package in OUR_PACKAGES]
-    return not any(real.startswith(folder + os.sep) for folder in [*ours, *_installed()])
+    return not any(real.startswith(folder + os.sep) for folder in _others_folders())
 
 
 @functools.cache
-def _installed() -> list[str]:
-    """The folders of Python's own modules and of installed packages."""
+def _others_folders() -> list[str]:
+    """The folders of our packages, of Python's own modules and of installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return sorted({os.path.realpath(sysconfig.get_path(name)) for name in names})
+    installed = {os.path.realpath(sysconfig.get_path(name)) for name in names}
+    return [*(str(HOME / package) for package in OUR_PACKAGES), *installed]
 
 
 def imported_names(node: ast.AST, package: Sequence[str]) -> Iterator[str]:
@@ -201,23 +188,14 @@ def _import(name: str, path: str, key: str) -> Any:
         return importlib.import_module(name)
     except RaytrainError:
         raise
-    except ModuleNotFoundError as error:
-        missing = error.name or name
-        if missing != name and not name.startswith(missing + "."):
-            raise InputError(
-                key,
-                got=f"{path}, which imports the missing module {missing}",
-                expected="a module that can be imported",
-            ) from error
-        raise InputError(
-            key,
-            got=f"{path}, whose module {missing} does not exist",
-            expected="an installed module, or one in the current directory",
-            remedy=f"the current directory is {os.getcwd()}",
-        ) from error
     except Exception as error:  # any error that the user's module raises on import is an error in their input
-        raise InputError(
-            key,
-            got=f"{path}, whose import raises {type(error).__name__}: {first_line(error)}",
-            expected="a module that can be imported",
-        ) from error
+        expected, remedy = "a module that can be imported", ""
+        missing = (error.name or name) if isinstance(error, ModuleNotFoundError) else ""
+        if missing and (missing == name or name.startswith(missing + ".")):
+            got, remedy = f"whose module {missing} does not exist", f"the current directory is {os.getcwd()}"
+            expected = "an installed module, or one in the current directory"
+        elif missing:
+            got = f"which imports the missing module {missing}"
+        else:
+            got = f"whose import raises {type(error).__name__}: {first_line(error)}"
+        raise InputError(key, got=f"{path}, {got}", expected=expected, remedy=remedy) from error

@@ -43,25 +43,15 @@ class CheckpointSaver(Saver):
     """Rank 0 snapshots and writes; the other ranks send the states of their random generators.
 
     Args:
-        session: whose state is saved.
-        run: the run folder.
         every: steps between checkpoints, or "auto" (from the measured stall).
         keep: how many checkpoints to keep in addition to the best one.
-        reporter: rank 0's, for events and the fence against a newer attempt.
+        fence: raises once a newer attempt has taken over.
     """
 
     def __init__(
-        self,
-        session: Session,
-        run: RunFolder,
-        *,
-        every: int | str,
-        keep: int | Literal["all"],
-        asynchronous: bool,
-        reporter: Reporter,
-        clock: Clock,
-        fence: Any,
-    ) -> None:
+        self, session: Session, run: RunFolder, *, every: int | str, keep: int | Literal["all"], asynchronous: bool,
+        reporter: Reporter, clock: Clock, fence: Any,
+    ) -> None:  # fmt: skip
         self.session = session
         self.workers: Workers = session.workers
         self.reporter = reporter
@@ -116,24 +106,19 @@ class CheckpointSaver(Saver):
         if not delay_s:
             self._last_step = state.step
         generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}
-        step_s = self._step_s(state.step)
+        # mean seconds of a step after the warm-up, without compilation, evaluations and checkpoints
+        (first, began), (_, ends) = self._steady, self._mark(state.step)
+        step_s = max(0.0, ends - began) / max(1, state.step - first)
         eval_loss = state.last_eval["loss"] if state.last_eval and state.last_eval["step"] == state.step else None
+        about = {
+            "loop": state.to_json(), "world_size": self.workers.world_size, "precision": self.session.precision,
+            "seed": self.session.job.seed,
+        }  # fmt: skip
         stall = self.writer.save(
-            {**self.session.parts(), "rng": generators},
-            {
-                "loop": state.to_json(),
-                "world_size": self.workers.world_size,
-                "precision": self.session.precision,
-                "seed": self.session.job.seed,
-            },
-            step=state.step,
-            eval_loss=eval_loss,
-            extra=self._about,
-            remote=remote,
-            delay_s=delay_s,
-            replaces=state.best_step == state.step,
-        )
-        if not delay_s:
+            {**self.session.parts(), "rng": generators}, about, step=state.step, eval_loss=eval_loss,
+            extra=self._about, remote=remote, delay_s=delay_s, replaces=state.best_step == state.step,
+        )  # fmt: skip
+        if not delay_s and self._every == "auto":
             self._solve(stall, step_s, state.step)
         if final:
             self.writer.wait()
@@ -152,17 +137,10 @@ class CheckpointSaver(Saver):
         """A step, and the seconds until it that steps took, from an arbitrary zero."""
         return step, time.perf_counter() - sum(self.clock.seconds[purpose] for purpose in BETWEEN_STEPS)
 
-    def _step_s(self, step: int) -> float:
-        """Mean seconds of a step after the warm-up, without compilation, evaluations and checkpoints."""
-        (first, began), (_, ends) = self._steady, self._mark(step)
-        return max(0.0, ends - began) / max(1, step - first)
-
     def _solve(self, stall: float, step_s: float, step: int) -> None:
-        if self._every != "auto":
-            return
         least = max(1, int(WORK_AT_RISK_S / max(step_s, 1e-9)))
         most = max(1, min(max(MOST_STEPS, least), int(MOST_WORK_AT_RISK_S / max(step_s, 1e-9))))
-        solved = solve_interval(stall_s=stall, step_time_s=step_s, budget=STALL_BUDGET, minimum=least, maximum=most)
+        solved = solve_interval(stall_s=stall, step_time_s=step_s, minimum=least, maximum=most)
         interval = int(solved.value)
         if self._interval is None or not 0.75 <= interval / self._interval <= 1.33:
             self.reporter.event("decision", what="checkpoint_every", value=interval, reason=solved.reason, step=step)
@@ -179,42 +157,31 @@ class CheckpointSaver(Saver):
         self.session.strategy.close_saves()
 
 
-def solve_interval(
-    *,
-    stall_s: float,
-    step_time_s: float,
-    write_s: float = 0.0,
-    budget: float = 0.03,
-    minimum: int = 1,
-    maximum: int = 10_000,
-) -> Resolved:
-    """Return the shortest checkpoint interval, in steps, whose stalls take at most `budget` of the run time.
+def solve_interval(*, stall_s: float, step_time_s: float, minimum: int = 1, maximum: int = MOST_STEPS) -> Resolved:
+    """The shortest checkpoint interval, in steps from `minimum` to `maximum`, whose stalls take at most `STALL_BUDGET`
+    of the run time; if `maximum` exceeds it, the reason states the actual share.
 
     Args:
         stall_s: measured seconds for which one checkpoint blocks training.
         step_time_s: seconds per step without checkpoints.
-        write_s: seconds of the background write; with a shorter interval, the next checkpoint would wait for it.
-        minimum, maximum: bounds in steps; if `maximum` exceeds the budget, the reason states the actual share.
     """
-    if not step_time_s > 0 or not 0 < budget < 1 or not 1 <= minimum <= maximum:
-        raise ValueError(f"no interval for {step_time_s=}, {budget=}, {minimum=}, {maximum=}")
 
     def share(steps: int) -> float:
         return stall_s / (stall_s + steps * step_time_s)
 
-    steps = max(1, math.ceil(stall_s * (1 - budget) / (budget * step_time_s) - 1e-9))
-    while share(steps) > budget:  # corrects for rounding
+    step_time_s = max(step_time_s, 1e-9)
+    steps = max(1, math.ceil(stall_s * (1 - STALL_BUDGET) / (STALL_BUDGET * step_time_s) - 1e-9))
+    while share(steps) > STALL_BUDGET:  # corrects for rounding
         steps += 1
-    steps = max(steps, math.ceil(write_s / step_time_s))
     chosen = min(max(steps, minimum), maximum)
     each = [seconds_text(spent, digits=3) for spent in (stall_s, step_time_s)]
-    reason = f"a stall of {each[0]} every {chosen} steps of {each[1]} takes {share(chosen):.2%}"
+    reason = f"a stall of {each[0]} every {chosen} steps of {each[1]} takes {share(chosen):.2%} of the time"
     if chosen < steps:
-        over = f"above the budget of {budget:.0%}, since the interval is at most {maximum} steps"
-        return Resolved(chosen, f"{reason} of the time, {over}")
+        over = f"above the budget of {STALL_BUDGET:.0%}, since the interval is at most {maximum} steps"
+        return Resolved(chosen, f"{reason}, {over}")
     if chosen > steps:
-        return Resolved(chosen, f"{reason} of the time; the interval is at least {minimum} steps")
-    return Resolved(chosen, f"{reason} of the time; the budget is {budget:.0%}")
+        return Resolved(chosen, f"{reason}; the interval is at least {minimum} steps")
+    return Resolved(chosen, f"{reason}; the budget is {STALL_BUDGET:.0%}")
 
 
 def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,8 +48,7 @@ def words_of_death(rank: int, error: str, *, stderr: Callable[[int], str] | None
 
     Args:
         error: the text of Ray's exception.
-        stderr: returns the end of what a process of this machine wrote to stderr, by its process id; None: the worker
-            ran on another machine.
+        stderr: returns the end of what a process of this machine wrote to stderr; None: it ran on another machine.
         memory: the kernel killed a process of this machine for its memory since the workers started.
     """
     pid = int(found[1]) if (found := _PID.search(error)) else None
@@ -87,13 +85,9 @@ _OOM_KILLS: list[int] = []
 
 
 class FaultWriter(UserCallback):
-    """Records a worker that died without writing a fault record. Runs in Ray's controller process.
-
-    Args:
-        run_path: the run folder.
-        owner: the driver; once another driver owns the newest attempt, nothing is written and Ray gives up.
-        channel: the `DriverChannel` actor, which records that the workers restart.
-    """
+    """Records a worker that died without writing a fault record, and tells the `channel` that the workers restart. Runs
+    in Ray's controller process. Once another driver than `owner` owns the newest attempt, nothing is written and Ray
+    gives up."""
 
     def __init__(self, run_path: str, owner: dict[str, Any], channel: Any) -> None:
         self._run_path = run_path
@@ -112,9 +106,16 @@ class FaultWriter(UserCallback):
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
             raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
-        step = self._step()
+        try:
+            step = step_of(ray.get(self._channel.progress.remote(), timeout=ANSWER_S))
+        except ray.exceptions.RayError:  # nobody answers
+            step = None
         self._channel.report_group.remote(RESTARTING)
-        from_step = start_of(run, attempt)
+        starts = {
+            row["attempt"]: int(row["from_step"]) for row in run.read_rows(run.events) if row["kind"] == "attempt"
+        }
+        # an attempt that has not recorded its start would have loaded the newest checkpoint
+        from_step = starts.get(attempt, max(run.saved_steps(), default=0))
         known = {entry.name for entry in run.store.entries("faults")}
         lost = lost_nodes(ray.nodes(), _WORKER_NODES)
         for rank, error in worker_exceptions.items():
@@ -122,36 +123,11 @@ class FaultWriter(UserCallback):
                 continue
             died = rank in lost or type(error).__name__ in DEATH_ERRORS
             fault = Fault(
-                attempt=attempt,
-                rank=rank,
-                step=step if died else None,
-                error="WorkerDied" if died else type(error).__name__,
-                message=_message(rank, error, lost=lost, died=died),
-                traceback="" if died else str(error),
-                precision="",
-                reduced=False,
-                final=False,
-                from_step=from_step,
-                time=time.time(),
-                node=_WORKER_NODES.get(rank),
-            )
+                attempt, rank, step if died else None, "WorkerDied" if died else type(error).__name__,
+                _message(rank, error, lost=lost, died=died), traceback="" if died else str(error),
+                from_step=from_step, node=_WORKER_NODES.get(rank),
+            )  # fmt: skip
             write_fault(run, fault)
-
-    def _step(self) -> int | None:
-        """The step after the last one that rank 0 has reported; None before its first, or where nobody answers."""
-        try:
-            progress: dict[str, Any] = ray.get(self._channel.progress.remote(), timeout=ANSWER_S)
-        except ray.exceptions.RayError:
-            return None
-        return step_of(progress)
-
-
-def start_of(run: RunFolder, attempt: int) -> int:
-    """The step that an attempt started from. One that has not recorded it would have loaded the newest checkpoint."""
-    for row in run.read_rows(run.events):
-        if row["kind"] == "attempt" and row["attempt"] == attempt:
-            return int(row["from_step"])
-    return max(run.saved_steps(), default=0)
 
 
 def _message(rank: int, error: Exception, *, lost: dict[int, str], died: bool) -> str:
@@ -169,22 +145,14 @@ def _message(rank: int, error: Exception, *, lost: dict[int, str], died: bool) -
 
 
 def lost_nodes(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> dict[int, str]:
-    """Rank -> address of its node, for the ranks whose node Ray reports as dead.
-
-    Args:
-        nodes: what `ray.nodes()` returns.
-        ranks: rank -> id of its node.
-    """
+    """Rank -> address of its node, for the ranks whose node Ray reports as dead. `nodes` are `ray.nodes()`, `ranks` the
+    ids of their nodes."""
     dead = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if not node["Alive"]}
     return {rank: dead[node] for rank, node in ranks.items() if node in dead}
 
 
 def on_loopback(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> bool:
-    """Whether the nodes of all ranks have loopback addresses, as in a cluster of several nodes on one machine.
-
-    Args:
-        nodes, ranks: as for `lost_nodes`.
-    """
+    """Whether the nodes of all ranks have loopback addresses, as in a cluster of several nodes on one machine."""
     addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in nodes}
     return all(addresses.get(node, "").startswith("127.") for node in ranks.values())
 
@@ -232,7 +200,6 @@ class LoopbackBackend(Backend):
     _failures = 0
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Form the process group of new workers; Ray restarts them if one dies in the meantime."""
         try:
             self._form_process_group(worker_group, backend_config)
         except ray.exceptions.RayError as error:
@@ -240,9 +207,8 @@ class LoopbackBackend(Backend):
             self._failures += 1
             why = str(error).strip().splitlines()[-1]
             if self._failures > RENDEZVOUS_RETRIES:
-                raise RunError(
-                    f"the workers could not form a process group {self._failures} times in a row: {why}"
-                ) from error
+                text = f"the workers could not form a process group {self._failures} times in a row: {why}"
+                raise RunError(text) from error
             raise WorkerGroupError(why, {}) from error  # Ray retries after this error; any other ends the run
         self._failures = 0
 
@@ -266,20 +232,9 @@ class LoopbackBackend(Backend):
         if world_size == 1:
             return
         port = worker_group.execute_single(0, _open_store, world_size)
-        ray.get(
-            [
-                worker_group.execute_single_async(
-                    rank,
-                    _join,
-                    port=port,
-                    world_rank=rank,
-                    world_size=world_size,
-                    backend=backend_config.backend,
-                    timeout_s=backend_config.timeout_s,
-                )
-                for rank in range(world_size)
-            ]
-        )
+        given = {"world_size": world_size, "backend": backend_config.backend, "timeout_s": backend_config.timeout_s}
+        ranks = range(world_size)
+        ray.get([worker_group.execute_single_async(rank, _join, port=port, world_rank=rank, **given) for rank in ranks])
 
 
 _STORE: dict[str, Any] = {}
@@ -302,11 +257,9 @@ def _set_environment() -> None:
     from ray.train.torch import get_device
 
     context = ray.train.get_context()
-    os.environ["LOCAL_RANK"] = str(context.get_local_rank())
-    os.environ["LOCAL_WORLD_SIZE"] = str(context.get_local_world_size())
-    os.environ["NODE_RANK"] = str(context.get_node_rank())
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE"):
+        os.environ[name] = str(getattr(context, f"get_{name.lower()}")())
     os.environ["RANK"] = str(context.get_world_rank())
-    os.environ["WORLD_SIZE"] = str(context.get_world_size())
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(get_device())
 
 
@@ -323,16 +276,15 @@ def _leave_group() -> None:
     if "nccl" not in dist.get_backend():
         dist.destroy_process_group()
         return
-    leaving = threading.Thread(target=_abort_default_group, daemon=True, name="leave-group")
-    leaving.start()
-    leaving.join(ABORT_S)
-
-
-def _abort_default_group() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
-    with contextlib.suppress(RuntimeError):  # torch's own time limit; Ray ends the process next
-        _abort_process_group()
+    def abort() -> None:
+        with contextlib.suppress(RuntimeError):  # torch's own time limit; Ray ends the process next
+            _abort_process_group()
+
+    leaving = threading.Thread(target=abort, daemon=True, name="leave-group")
+    leaving.start()
+    leaving.join(ABORT_S)
 
 
 def _open_store(world_size: int) -> int:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from cluster.environment import leave_rays_warnings, take_variables
@@ -55,28 +54,25 @@ def _called_and_written(request: dict[str, Any]) -> dict[str, Any]:
     import ray
 
     function = resolve(request["source"], key="data.source")
-    result = call_builder(function, request["keys"], sections={}, key="data")
-    parts = {name: value for name, value in result.items() if value is not None} if isinstance(result, dict) else {}
+    made = call_builder(function, request["keys"], sections={}, key="data")
+    result = made if isinstance(made, dict) else {}
+    parts = {name: value for name, value in result.items() if value is not None}
     others = [name for name, value in parts.items() if not is_ray_dataset(value)]
     if not parts or len(others) == len(parts):
         return {"written": False}
     if others:
         return {"mixed": f"a {type(parts[others[0]]).__name__} for {others[0]} together with a Ray Dataset"}
     ray.init()  # a function that only describes rows has not used Ray yet
-    _write(parts, request["folder"], named=list(result))
-    return {"written": True}
-
-
-def _write(parts: Mapping[str, Any], folder: str, *, named: list[str]) -> None:
-    """Write blocks in their order, so that the same dataset always gives the same rows."""
     from ray.data import DataContext
 
-    DataContext.get_current().execution_options.preserve_order = True
+    folder = request["folder"]
+    DataContext.get_current().execution_options.preserve_order = True  # the same dataset always gives the same rows
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed before COMPLETE
     for name, dataset in parts.items():
         dataset.write_parquet(os.path.join(folder, name), row_group_size=GROUP_ROWS)
     with open(os.path.join(folder, COMPLETE), "w") as file:
-        json.dump({"parts": [*parts, *(["none"] if "eval" in named and "eval" not in parts else [])]}, file)
+        json.dump({"parts": [*parts, *(["none"] if "eval" in result and "eval" not in parts else [])]}, file)
+    return {"written": True}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -51,19 +50,12 @@ def stacks_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended, as rank 0 returns it or as the driver determines it.
-
-    Attributes:
-        status: the `status` of result.json.
-        reason: why, as a sentence.
-        steps: optimizer steps of the run so far; 0 where the driver does not know.
-        workers_running: the driver exited without waiting for the workers.
-    """
+    """How an attempt ended, as rank 0 returns it or as the driver determines it."""
 
     status: Literal["done", "failed", "interrupted"]
     reason: str
-    steps: int = 0
-    workers_running: bool = False
+    steps: int = 0  # optimizer steps of the run so far; 0 where the driver does not know
+    workers_running: bool = False  # the driver exited without waiting for the workers
 
 
 class DriverChannel:
@@ -97,11 +89,7 @@ class DriverChannel:
             self._stored.set()
 
     async def kept(self, name: str) -> list[Any]:
-        """Worker: [reference] of a value, as soon as it is stored.
-
-        Raises:
-            RuntimeError: it could not be stored.
-        """
+        """Worker: [reference] of a value, as soon as it is stored. Raises RuntimeError if it could not be stored."""
         while name not in self._kept:
             if name in self._not_kept:
                 raise RuntimeError(f"Ray could not store the {name} of this run: {self._not_kept[name]}")
@@ -180,13 +168,8 @@ class DriverChannel:
         return self._seen
 
     async def warn(self, key: str, what: str, text: str, figures: dict[str, Any]) -> None:
-        """The telemetry of a node: a warning. The first of each key is kept.
-
-        Args:
-            what: the kind of the warning.
-            text: what is printed.
-            figures: its numbers, for the event.
-        """
+        """The telemetry of a node: a warning of the kind `what`, its text and the figures for its event. The first of
+        each key is kept."""
         self._warnings.setdefault(key, {"key": key, "what": what, "reason": text, **figures})
 
     async def warnings(self) -> list[dict[str, Any]]:
@@ -198,13 +181,8 @@ class DriverChannel:
         return {**self._progress, "work": sum(self._work.values())}
 
     async def print_lines(self, attempt_id: str, number: int, text: str) -> None:
-        """Rank 0: send lines that its code printed to the driver's terminal.
-
-        Args:
-            attempt_id: unique for each attempt.
-            number: counts the calls of an attempt from 0, since Ray may run them out of order.
-            text: complete lines.
-        """
+        """Rank 0: send complete lines that its code printed to the driver's terminal. `number` counts the calls of an
+        attempt from 0, since Ray may run them out of order."""
         self._lines.setdefault(attempt_id, {})[number] = text
 
     async def printed_lines(self, *, last: bool = False) -> str:
@@ -233,11 +211,11 @@ def signs_of_life(
     """Worker: tell the channel every `SIGN_EVERY_S` seconds that this process responds, until the end of the block.
 
     Args:
-        channel: the `DriverChannel` actor.
         write_stacks: called in the thread when the driver asks where this worker is; returns what
             `DriverChannel.report_stacks` takes. None: the worker does not answer.
     """
     import ray
+    import ray.exceptions
 
     where, over = f"on {ray.util.get_node_ip_address()} (pid {os.getpid()})", threading.Event()
 
@@ -246,10 +224,11 @@ def signs_of_life(
         while True:
             answer = channel.sign_of_life.remote(rank, where, WORK.done)
             if write_stacks is not None:
-                request = _answer(answer)
-                if request is not None and answered is not None and request > answered:
-                    channel.report_stacks.remote(rank, write_stacks())
-                answered = answered if request is None else request
+                with contextlib.suppress(ray.exceptions.RayError):  # it does not answer soon, or the driver has exited
+                    request = int(ray.get(answer, timeout=ANSWER_S))
+                    if answered is not None and request > answered:
+                        channel.report_stacks.remote(rank, write_stacks())
+                    answered = request
             if over.wait(SIGN_EVERY_S):
                 return
 
@@ -263,24 +242,9 @@ def signs_of_life(
         channel.leave.remote(rank)
 
 
-def _answer(reference: Any) -> int | None:
-    """The result of `sign_of_life`; None where the channel does not answer soon, or the driver has exited."""
-    import ray
-    import ray.exceptions
-
-    try:
-        return int(ray.get(reference, timeout=ANSWER_S))
-    except ray.exceptions.RayError:
-        return None
-
-
 class OwnProcess:
-    """In place of the actor where the worker runs in the driver's own process, without Ray (`train --debug`).
-
-    Args:
-        asked: set by a request to stop.
-        show: receives the progress.
-    """
+    """In place of the actor where the worker runs in the driver's own process, without Ray (`train --debug`): a request
+    to stop sets `asked`, and `show` receives the progress."""
 
     def __init__(self, asked: threading.Event, show: Callable[[dict[str, Any]], None]) -> None:
         self.asked = asked
@@ -334,23 +298,15 @@ WRITERS = (("checkpoint/writer.py", "checkpoint"), ("train/parallel/fsdp/checkpo
 
 def write_stacks(run: RunFolder, rank: int, thread: int) -> dict[str, Any]:
     """Write the stacks of this process to logs/rank_00000.stacks; returns what `DriverChannel.report_stacks` takes.
-
-    Args:
-        thread: the training thread.
-    """
+    `thread` is the training thread."""
     stack = stack_of(thread)
-    stack = _of_writer(stack) or stack
+    for module, name in WRITERS:  # a save waits for the thread that writes the save before it, or the last one
+        writes = thread_named(name)
+        if writes is not None and any(frame.filename.endswith(module) for frame in stack):
+            stack = stack_of(writes) or stack
+            break
     run.write_text(stacks_file(rank), own_stacks())
     collective = [frame for frame in stack if frame.filename.endswith(COLLECTIVES)]
     place = (collective or stack or [None])[-1]
     where = "" if place is None else f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
     return {"waits": bool(collective), "place": where}
-
-
-def _of_writer(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The stack of the thread that a save waits for: the one that writes the save before it, or the last one."""
-    for module, name in WRITERS:
-        writes = thread_named(name)
-        if writes is not None and any(frame.filename.endswith(module) for frame in stack):
-            return stack_of(writes)
-    return []

@@ -38,12 +38,8 @@ def export(session: Session, module: nn.Module, run: RunFolder) -> None:
     """Write `weights/model.safetensors`, and `sample.json` if the model generates text. Called on rank 0 at the end.
 
     The weights are those of the last step, or of the best evaluation if the plan says so (`save.export`). The weights
-    folder also receives the files that `Trainable.export` writes, and the tokenizer's.
-
-    The sample is taken from the exported weights.
-
-    Args:
-        module: the session's module with its full weights; it is left with those that were exported.
+    folder also receives the files that `Trainable.export` writes, and the tokenizer's. `module` is the session's with
+    its full weights; it is left with those that were exported, of which the sample is taken.
     """
     state, step = session.state, session.state.step
     best = state.best_step if session.job.plan.value("export", "last") == "best" else None
@@ -67,10 +63,7 @@ def export(session: Session, module: nn.Module, run: RunFolder) -> None:
 
 def notes_of(state: LoopState, *, step: int) -> dict[str, str]:
     """Metadata of the weights of `step`: the step, its loss, and whether that is of the eval split or of training.
-
-    Args:
-        state: of the loop after `step`, or at its end.
-    """
+    `state` is that of the loop after `step`, or at its end."""
     losses = {"eval": None, "train": state.final_loss}
     if step == state.best_step:
         losses["eval"] = state.best_eval_loss
@@ -88,7 +81,6 @@ def write_weights(
 
     Args:
         state: the complete state_dict, on any device.
-        target: the folder, a local path or URI.
         own: writes the files of the model's own format; None writes `model.safetensors` alone.
         tokenizer: folder of the tokenizer whose files are added.
         notes: metadata of the safetensors file.
@@ -117,8 +109,6 @@ def write_weights(
                 os.replace(f"{path}.tmp", path)
         if tokenizer is not None:
             open_tokenizer(tokenizer).save_pretrained(folder)
-        store = open_store(target)
-        store.make_dir("")
         for name in sorted(os.listdir(folder), key=lambda name: name.endswith(".safetensors")):
             source = os.path.join(folder, name)
             os.chmod(source, 0o644)  # safetensors creates files that only their owner can read
@@ -130,11 +120,8 @@ def write_weights(
 
 
 def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:
-    """The complete checkpoint of a step, "best" (by eval loss, the first of equals) or "last".
-
-    Raises:
-        InputError: there is none; the message lists those that exist.
-    """
+    """The complete checkpoint of a step, "best" (by eval loss, the first of equals) or "last". Raises InputError if
+    there is none; the message lists those that exist."""
     found = [info for info in list_checkpoints(run) if info.complete]
     if not found:
         raise InputError("run folder", got=f"{run.path} without a complete checkpoint", expected="at least one")
@@ -144,9 +131,8 @@ def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:
     if step == "best":
         best = best_checkpoint(found)
         if best is None:
-            raise InputError(
-                "--step", got="best, but no checkpoint has an eval loss", expected=f"last, or one of the steps {steps}"
-            )
+            expected = f"last, or one of the steps {steps}"
+            raise InputError("--step", got="best, but no checkpoint has an eval loss", expected=expected)
         return best
     named = next((info for info in found if info.step == step), None)
     if named is None:
@@ -157,14 +143,12 @@ def checkpoint_of(run: RunFolder, step: int | str) -> CheckpointInfo:
 def export_checkpoint(
     info: CheckpointInfo, target: str, *, build_export: Callable[[CheckpointWeights], Export]
 ) -> dict[str, str]:
-    """Write the weights of a checkpoint to a folder, in the format of a finished run's `weights/`.
+    """Write the weights of a checkpoint to a folder, in the format of a finished run's `weights/`; returns the
+    metadata: step, loss and loss_kind.
 
     Args:
         build_export: builds the run's model and returns its `Trainable.export`; called only where the model has a
             format of its own.
-
-    Returns:
-        the metadata: step, loss and loss_kind.
 
     Raises:
         CheckpointError: the checkpoint is damaged; the message names the file.

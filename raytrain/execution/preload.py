@@ -36,12 +36,8 @@ def take_number(folder: str, *, most: int) -> int:
 
 
 class Preload(threading.Thread):
-    """Imports in advance until this process has work.
-
-    Args:
-        workers: processes of the cluster that will compute with torch.
-        folder: where these take their numbers.
-    """
+    """Imports in advance until this process has work. `workers` processes of the cluster will compute with torch; these
+    take their numbers in `folder`."""
 
     def __init__(self, workers: int, folder: str) -> None:
         super().__init__(daemon=True, name="preload")
@@ -73,12 +69,8 @@ class Preload(threading.Thread):
 
 
 def preload(environ: Mapping[str, str], *, loader: Any) -> Preload | None:
-    """Start the imports of this process; None where it has none.
-
-    Args:
-        environ: holds `PRELOAD`, "WORKERS:FOLDER".
-        loader: Ray's object that loads the class of an actor (`load_actor_class`).
-    """
+    """Start the imports of this process; None where it has none. `environ` holds `PRELOAD`, "WORKERS:FOLDER"; `loader`
+    is Ray's object that loads the class of an actor (`load_actor_class`)."""
     workers, _, folder = environ.get(PRELOAD, "").partition(":")
     load = getattr(loader, "load_actor_class", None)
     if load is None or not (workers.isdecimal() and folder):

@@ -87,16 +87,19 @@ def find(owner: Any, name: str) -> Any | None:
 
 
 @contextlib.contextmanager
-def _in_place_of(module: str, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Context manager in which a name of Ray stands for `replacement(original)`, where Ray has it."""
-    original = find(module, name)
-    if original is not None:
-        setattr(importlib.import_module(module), name, replacement(original))
+def _in_place_of(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Context manager in which a name of a module of Ray (its dotted name) or of a class stands for
+    `replacement(original)`, where Ray has it."""
+    original = find(owner, name)
+    if original is None:
+        yield
+        return
+    holder = importlib.import_module(owner) if isinstance(owner, str) else owner
+    setattr(holder, name, replacement(original))
     try:
         yield
     finally:
-        if original is not None:
-            setattr(importlib.import_module(module), name, original)
+        setattr(holder, name, original)
 
 
 def reread_environment() -> None:
@@ -130,11 +133,8 @@ def worker_stderr(pid: int) -> str:
 
 
 def running_address() -> str:
-    """The address that `ray.init(address="auto")` would use; "auto" where Ray has no such function any more.
-
-    Raises:
-        ConnectionError: there is no cluster.
-    """
+    """The address that `ray.init(address="auto")` would use; "auto" where Ray has no such function any more. Raises
+    ConnectionError if there is no cluster."""
     look_up = find("ray._private.services", "get_ray_address_from_environment")
     return "auto" if look_up is None else str(look_up("auto", None))
 
@@ -183,15 +183,10 @@ def only_needed_daemons(*, logs: bool) -> Iterator[None]:
     process that forwards the output of workers. On two cores this saves 3 to 4 seconds of a run.
     """
     node = find("ray._private.node", "Node")
-    names = ("start_monitor", "start_api_server", *(() if logs else ("start_log_monitor",)))
-    originals = {name: original for name in names if (original := find(node, name)) is not None}
-    for name in originals:
-        setattr(node, name, _start_nothing)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("start_monitor", "start_api_server", *(() if logs else ("start_log_monitor",))):
+            stack.enter_context(_in_place_of(node, name, lambda _: lambda *_, **__: None))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(node, name, original)
 
 
 @contextlib.contextmanager
@@ -238,16 +233,9 @@ def propagate_nothing() -> None:
         propagated.clear()
 
 
-def _start_nothing(node: Any, *_: Any, **__: Any) -> None:
-    """In place of a method of `Node` that starts a daemon."""
-
-
 def fixed_scaling_policy(scaling_config: Any) -> Any | None:
-    """A scaling policy with the planned number of workers that requests nothing from an autoscaler.
-
-    Ray would start a process for those requests. None if Ray's class is missing or takes different arguments; Ray's
-    default policy applies then.
-    """
+    """A scaling policy with the planned number of workers that requests nothing from an autoscaler, for which Ray would
+    start a process. None if Ray's class is missing or takes different arguments: its default policy applies then."""
     parent = find("ray.train.v2._internal.execution.scaling_policy", "FixedScalingPolicy")
     if parent is None:
         return None
@@ -271,12 +259,9 @@ class InlineFunction:
 
     Ray ends a process that owns a stored object as soon as its node is dead, as it then is after one of Ray's agents
     failed: it marks the object as lost in a store that has gone.
-
-    Attributes:
-        pickled: the function. Only a worker unpickles it: that imports torch, which the controller does not need.
     """
 
-    pickled: bytes
+    pickled: bytes  # only a worker unpickles it: that imports torch, which the controller does not need
 
     def get(self) -> Any:
         from ray import cloudpickle
@@ -331,11 +316,8 @@ def trainer_class(*, local: bool) -> type[Any]:
 
 
 def node_callbacks(selector: Callable[[], dict[str, str] | None]) -> list[Any]:
-    """The callback through which Ray Train's controller asks, before each worker group, which nodes it may use.
-
-    Args:
-        selector: returns a label selector for all workers, or None for every node. It runs in the controller.
-    """
+    """The callback through which Ray Train's controller asks, before each worker group, which nodes it may use:
+    `selector` returns a label selector for all workers, or None for every node."""
     parent = find("ray.train.v2._internal.execution.callback", "ControllerCallback")
     if parent is None or not hasattr(parent, "on_controller_start_worker_group"):
         return []
@@ -362,11 +344,8 @@ def controller_pid() -> int | None:
 
 
 def free_by_node(*, without: Collection[str] = ()) -> list[dict[str, float]]:
-    """What each node of the cluster has free: {resource: amount}; nothing where Ray does not tell.
-
-    Args:
-        without: ids of nodes that are not asked for.
-    """
+    """What each node has free: {resource: amount}, those with the ids in `without` left out; nothing where Ray does not
+    tell."""
     free = find("ray._private.state", "available_resources_per_node")
     return [] if free is None else [amounts for node, amounts in free().items() if node not in without]
 

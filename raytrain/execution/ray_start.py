@@ -34,7 +34,6 @@ def start_ray(
         options: arguments of `ray.init`, those of `cluster.ray_runtime.PrivateRay` among them for a private cluster.
         folder: of the private cluster.
         imports: a module that this process needs next: it is imported while the daemons start.
-        key: says where the address comes from.
 
     Raises:
         InputError: the address cannot be reached, or something else than the head of a Ray cluster listens there.
@@ -54,21 +53,14 @@ def start_ray(
 
 
 def unreachable(address: str, why: str, *, key: str = "cluster.address") -> InputError:
-    """The refusal of an address."""
-    return InputError(
-        key,
-        got=f"{address} ({why})",
-        expected="HOST:PORT of the head of a running Ray cluster",
-        remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
-    )
+    remedy = "if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token"
+    expected = "HOST:PORT of the head of a running Ray cluster"
+    return InputError(key, got=f"{address} ({why})", expected=expected, remedy=remedy)
 
 
 def _start_private(folder: str, options: Mapping[str, Any], imports: str) -> None:
-    """Start the private cluster; if that fails, try once more with longer time limits.
-
-    Raises:
-        RunError: both attempts failed, or one of Ray's daemons ended of itself; or the module cannot be imported.
-    """
+    """Start the private cluster; if that fails, try once more with longer time limits, unless one of Ray's daemons
+    ended of itself, or the module cannot be imported."""
     try:
         _init("local", options, imports)
         return
@@ -131,11 +123,8 @@ def _init(address: str, options: Mapping[str, Any], imports: str) -> None:
 
 
 def _import(module: str) -> None:
-    """Import a module inside `ray.init`, which would take its error for one of a daemon, or try again.
-
-    Raises:
-        RunError: it cannot be imported.
-    """
+    """Import a module inside `ray.init`, which would take its error for one of a daemon, or try again: it is a
+    RunError."""
     try:
         importlib.import_module(module)
     except Exception as error:

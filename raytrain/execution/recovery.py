@@ -41,19 +41,12 @@ TRANSIENT_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionRes
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """What the next attempt does, and why.
+    """What the next attempt does, and why."""
 
-    Attributes:
-        action: `go_on` (continue), `raise_precision` (continue in `precision`) or `stop`.
-        reason: why, as one sentence.
-        precision: the precision to continue in.
-        micro_batch: maximum micro-batch size in rows; None keeps the planned size.
-    """
-
-    action: Literal["go_on", "raise_precision", "stop"]
+    action: Literal["go_on", "raise_precision", "stop"]  # raise_precision: continue in `precision`
     reason: str
     precision: str | None = None
-    micro_batch: int | None = None
+    micro_batch: int | None = None  # most rows of a micro-batch; None keeps the planned size
 
 
 def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
@@ -61,7 +54,6 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
 
     Args:
         faults: the faults of this command, oldest first; for each failed attempt the first recorded one.
-        retry: the limits.
         fallback: `precision.fallback`.
         resumed_from: the step that each attempt of this command started from, oldest first, including the next one.
     """
@@ -81,13 +73,11 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
         where = f"rank {newest.rank} ran out of memory at step {newest.step} ({what})"
         if newest.micro_batch and newest.micro_batch > 1:
             half = halved(newest.micro_batch)
-            where = f"attempt {newest.attempt} failed: {where}"
-            return RecoveryDecision(
-                "go_on", f"{where}; {restarted_from(resumed_from[-1])} with micro-batches of {half}"
-            )
+            where = f"attempt {newest.attempt} failed: {where}; {restarted_from(resumed_from[-1])}"
+            return RecoveryDecision("go_on", f"{where} with micro-batches of {half}")
         return RecoveryDecision("stop", f"{where} with loop.micro_batch_size 1")
     compared = newest.traceback and newest.error not in TRANSIENT_ERRORS
-    alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
+    alike = [fault for fault in faults[:-1] if compared and _place(fault) == _place(newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
         where = "before the first step" if newest.step is None else f"at step {newest.step}"
         return RecoveryDecision("stop", f"the same error occurred twice {where}: {what}")
@@ -142,16 +132,11 @@ def _is_halvable(fault: Fault) -> bool:
     return fault.out_of_memory and fault.micro_batch is not None
 
 
-def _same_place(one: Fault, other: Fault) -> bool:
-    """Whether two faults have the same type and were raised at the same place in the user's code, or else have the same
-    stack frames. Addresses and numbers in their messages may differ."""
-    if one.place or other.place:
-        return (one.error, one.place) == (other.error, other.place)
-
-    def frames(text: str) -> list[str]:
-        return [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
-
-    return one.error == other.error and frames(one.traceback) == frames(other.traceback)
+def _place(fault: Fault) -> tuple[str, str | list[str]]:
+    """The type of an error, and where it was raised: the place in the user's code, or else the stack frames. Addresses
+    and numbers in messages may differ."""
+    lines = [line.strip() for line in fault.traceback.splitlines()]
+    return fault.error, fault.place or [line for line in lines if line.startswith("File ")]
 
 
 # ---------------------------------------------------------------- rollback
@@ -159,11 +144,8 @@ def _same_place(one: Fault, other: Fault) -> bool:
 
 
 class RollbackPolicy:
-    """Rolls back after consecutive non-finite steps, until the limit is reached or nothing is left to try.
-
-    Args:
-        limit: maximum number of rollbacks in an attempt.
-    """
+    """Rolls back after consecutive non-finite steps, at most `limit` times in an attempt, or until nothing is left to
+    try."""
 
     def __init__(self, run: RunFolder, *, limit: int) -> None:
         self._run, self._limit = run, limit
@@ -190,31 +172,21 @@ class RollbackPolicy:
 
 
 def roll_back(session: Session, run: RunFolder, *, outcome: LoopOutcome) -> tuple[Session, dict[str, Any]]:
-    """Build a session from the latest valid checkpoint (or step 0), skipping data and raising the precision.
+    """Build a session from the latest valid checkpoint (or step 0), skipping data and raising the precision; returns it
+    and the fields of the decision event.
 
     Collective. Rank 0 has finished its last checkpoint write before the call. The decision event is written before the
-    new session is built, so that a later attempt knows of the rollback even if this one fails.
-
-    Args:
-        session: the session whose steps failed; it is closed.
-        run: the run folder; metrics and checkpoints after the restored step are removed.
-        outcome: why the loop returned.
-
-    Returns:
-        The new session, and the fields of the decision event.
+    new session is built, so that a later attempt knows of the rollback even if this one fails. `session` is closed;
+    metrics and checkpoints after the restored step are removed.
     """
     job, workers = session.job, session.workers
     bad_step, cursor, higher = session.state.step, session.state.cursor, _next_precision(session)
     loaded, _ = _agree_on_checkpoint(run, job, workers)
+    skipped = f"data up to epoch {cursor.epoch} row {cursor.position} is skipped"
     decision = {
-        "what": "rollback",
-        "value": loaded.step if loaded else 0,
-        "precision": higher,
-        "skipped": outcome.bad_steps,
-        **asdict(cursor),
-        "reason": f"{outcome.reason} before step {bad_step}; data up to epoch {cursor.epoch} row {cursor.position} is "
-        "skipped",
-    }
+        "what": "rollback", "value": loaded.step if loaded else 0, "precision": higher, "skipped": outcome.bad_steps,
+        **asdict(cursor), "reason": f"{outcome.reason} before step {bad_step}; {skipped}",
+    }  # fmt: skip
     session.say("decision", **decision)
     if workers.rank == 0:
         run.flush()
@@ -244,11 +216,7 @@ def skipped_to(rows: Iterable[Mapping[str, Any]], step: int) -> Cursor | None:
 
 
 class RewindPolicy:
-    """Rewinds to the latest valid checkpoint when remote state is lost, until the limit is reached.
-
-    Args:
-        limit: maximum number of rewinds without a new step between them.
-    """
+    """Rewinds to the latest valid checkpoint when remote state is lost, at most `limit` times without a new step."""
 
     def __init__(self, run: RunFolder, *, limit: int) -> None:
         self._run, self._limit = run, limit
@@ -266,7 +234,10 @@ class RewindPolicy:
         if session.state.step > self._furthest:
             self._furthest, self._times = session.state.step, 0
         while True:
-            _clear_frames(error)
+            failed: BaseException | None = error
+            while failed is not None:  # the local variables of the frames keep micro-batches and autograd graphs alive
+                traceback.clear_frames(failed.__traceback__)
+                failed = failed.__cause__ or failed.__context__
             self._times += 1
             if self._times > self._limit:
                 raise RunError(f"{error}; {self._limit} rewinds without a new step (retry.restarts_without_progress)")
@@ -327,13 +298,6 @@ def _close(session: Session) -> None:
     session.release()
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables in the tracebacks of an error: they keep micro-batches and autograd graphs alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def _continue_from(
     fresh: Session, session: Session, *, precision: str, loaded: LoadedCheckpoint | None, cursor: Cursor | None
 ) -> None:
@@ -382,23 +346,18 @@ class AttemptStart:
     """The start of an attempt, the same on every worker.
 
     Attributes:
-        attempt: the attempt number.
-        decision: the decision of the failure rules after the newest fault.
-        checkpoint: the checkpoint to restore; None starts at step 0.
-        from_step: step of that checkpoint, or 0 without one. If no checkpoint could be read, the last step that an
-            attempt started from.
+        from_step: step of the checkpoint, or 0 without one. If none could be read, the last step that an attempt
+            started from.
         cursor: where the data continues, if a rollback skipped data after the checkpoint was written.
-        refused_checkpoints: why newer checkpoints were not used.
-        damaged: step and reason of those that were complete, newest first.
     """
 
     attempt: int
-    decision: RecoveryDecision
+    decision: RecoveryDecision  # of the failure rules after the newest fault
     checkpoint: LoadedCheckpoint | None
     from_step: int
     cursor: Cursor | None
-    refused_checkpoints: list[str]
-    damaged: list[tuple[int, str]]
+    refused_checkpoints: list[str]  # why newer checkpoints were not used
+    damaged: list[tuple[int, str]]  # step and reason of those that were complete, newest first
 
     @property
     def damage(self) -> str:
@@ -453,31 +412,20 @@ def agree_on_start(
         if faults and faults[-1].attempt < attempt - 1 and decision.action == "go_on":  # an elastic run's change
             decision = replace(decision, reason=f"attempt {attempt - 1} did not fail; {restarted_from(step)}")
         if damaged and loaded is None and attempt == job.first_attempt:  # a resumed run: keep what it has
-            decision = RecoveryDecision("stop", all_damaged(run, [reason for _, reason in damaged]))
+            why = f"no checkpoint of {run.path} is valid ({'; '.join(reason for _, reason in damaged)})"
+            kept = f"{why}, and its metrics and weights are kept; {start_anew(run)}"
+            decision = RecoveryDecision("stop", kept)  # to start at step 0 would replace them
         if unread is not None and decision.action != "stop":
             raise unread
         cursor = skipped_to(rows, step)
-        message = {"attempt": attempt, "decision": vars(decision), "from_step": step}
-        message |= {"cursor": cursor and asdict(cursor), "refused_checkpoints": refused}
-        message["damaged"] = damaged
+        message = {
+            "attempt": attempt, "decision": vars(decision), "from_step": step, "cursor": cursor and asdict(cursor),
+            "refused_checkpoints": refused, "damaged": damaged,
+        }  # fmt: skip
     agreed = workers.broadcast_object(message)
     step, decision = agreed["from_step"], RecoveryDecision(**agreed["decision"])
     if workers.rank and step and decision.action != "stop":  # rank 0 has verified every byte
         loaded = load(run.checkpoint_dir(step), check_hashes=False, place=place)
-    return AttemptStart(
-        attempt=agreed["attempt"],
-        decision=decision,
-        checkpoint=loaded,
-        from_step=step,
-        cursor=Cursor(**agreed["cursor"]) if agreed["cursor"] else None,
-        refused_checkpoints=agreed["refused_checkpoints"],
-        damaged=agreed["damaged"],
-    )
-
-
-def all_damaged(run: RunFolder, reasons: list[str]) -> str:
-    """Why a resumed run without a valid checkpoint stops: to start at step 0 would replace its metrics and weights."""
-    return (
-        f"no checkpoint of {run.path} is valid ({'; '.join(reasons)}), and its metrics and weights are kept; "
-        f"{start_anew(run)}"
-    )
+    cursor = Cursor(**agreed["cursor"]) if agreed["cursor"] else None
+    refused, damaged = agreed["refused_checkpoints"], agreed["damaged"]
+    return AttemptStart(agreed["attempt"], decision, loaded, step, cursor, refused, damaged)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import math
 import os
@@ -28,12 +29,8 @@ from raytrain.runs.records import event, rate_of
 
 
 class Observers:
-    """Passes rows to the observers of rank 0.
-
-    Args:
-        observers: instances or callables.
-        on_failure: called with (name, traceback) when an observer is disabled.
-    """
+    """Passes rows to the observers of rank 0: instances or callables. `on_failure` is called with (name, traceback)
+    when one is disabled."""
 
     def __init__(self, observers: list[Any], *, on_failure: Callable[[str, str], None]) -> None:
         self._active = list(observers)
@@ -51,13 +48,8 @@ class Observers:
 
     def _notify(self, name: str, row: dict[str, Any]) -> None:
         for observer in list(self._active):
-            method = getattr(observer, name, None)
-            if (
-                method is None
-                and callable(observer)
-                and not (hasattr(observer, "metrics") or hasattr(observer, "event"))
-            ):
-                method = observer
+            takes_all = not (hasattr(observer, "metrics") or hasattr(observer, "event")) and callable(observer)
+            method = getattr(observer, name, observer if takes_all else None)
             self._call(observer, method, copy.deepcopy(row))
 
     def _call(self, observer: Any, method: Callable[..., Any] | None, *arguments: Any) -> None:
@@ -82,11 +74,8 @@ def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
         try:
             built.append(observer() if isinstance(observer, type) else observer)
         except TypeError as error:
-            raise InputError(
-                "telemetry.observers",
-                got=f"{name} ({error})",
-                expected="a class that takes no arguments, or a callable that takes a row",
-            ) from error
+            expected = "a class that takes no arguments, or a callable that takes a row"
+            raise InputError("telemetry.observers", got=f"{name} ({error})", expected=expected) from error
     return built
 
 
@@ -150,49 +139,31 @@ class Superseded(RunError):
 
 
 class SilentReporter:
-    """The reporter of every rank but 0; writes nothing."""
+    """The reporter of every rank but 0; writes nothing, and needs no fence."""
 
     last_row: Mapping[str, Any] = {}
 
-    def fence(self) -> None:
-        """Never raises: a reporter that does not write needs no fence."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def metrics(self, row: dict[str, Any]) -> None:
-        """Nothing is written."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Nothing is written."""
-
-    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        """Nothing is written."""
-
-    def close(self) -> None:
-        """Nothing to close."""
+    fence = metrics = event = interval = close = _nothing
 
 
 class RankZeroReporter:
     """Writes metrics.jsonl, experts.jsonl and events.jsonl, calls observers, reports progress to the driver.
 
     Args:
-        run: the run folder.
         attempt: number of this attempt; the worker stops writing once the folder has a newer one.
-        observers: objects for `Observers`.
         report_progress: sends a progress mapping to the driver, at most twice a second; None without a driver.
         print_epochs: a line about each epoch stays on the driver's terminal.
         print_memory: and one about the memory of each other train row.
     """
 
     def __init__(
-        self,
-        run: RunFolder,
-        *,
-        attempt: int,
-        observers: list[Any],
-        report_progress: Callable[[dict[str, Any]], None] | None,
-        print_epochs: bool = False,
-        print_memory: bool = False,
-        from_step: int = 0,
-    ) -> None:
+        self, run: RunFolder, *, attempt: int, observers: list[Any],
+        report_progress: Callable[[dict[str, Any]], None] | None, print_epochs: bool = False,
+        print_memory: bool = False, from_step: int = 0,
+    ) -> None:  # fmt: skip
         self.run = run
         self.attempt = attempt
         self._observers = Observers(observers, on_failure=self._observer_failed)
@@ -248,9 +219,8 @@ class RankZeroReporter:
 
     def _observer_failed(self, name: str, trace: str) -> None:
         reason = f"the observer {name} failed and receives nothing more: {trace.strip().splitlines()[-1]}"
-        self.run.append_event(
-            event("observer_failed", attempt=self.attempt, observer=name, traceback=trace, reason=reason)
-        )
+        told = event("observer_failed", attempt=self.attempt, observer=name, traceback=trace, reason=reason)
+        self.run.append_event(told)
         print(f"warning: {reason}")
 
     def close(self) -> None:
@@ -266,12 +236,8 @@ def _memory(row: Mapping[str, Any]) -> str:
 
 
 class StepReports:
-    """Tells the driver of rank 0's newest step and activity from a thread: the loop itself reports only logged rows.
-
-    Args:
-        current: returns the progress; called in the thread.
-        report: sends a progress mapping to the driver; called where the progress has changed.
-    """
+    """Tells the driver of rank 0's newest step and activity from a thread, where it has changed: the loop itself
+    reports only logged rows. `current` returns the progress, and is called in the thread."""
 
     def __init__(self, current: Callable[[], dict[str, Any]], report: Callable[[dict[str, Any]], None]) -> None:
         self._current, self._report = current, report
@@ -279,7 +245,11 @@ class StepReports:
         self._over = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="step-reports").start()
+        def run() -> None:
+            while not self._over.wait(REPORT_EVERY_S):
+                self.report()
+
+        threading.Thread(target=run, daemon=True, name="step-reports").start()
 
     def close(self) -> None:
         self._over.set()
@@ -289,10 +259,6 @@ class StepReports:
         if progress != self._reported:
             self._reported = progress
             self._report(progress)
-
-    def _run(self) -> None:
-        while not self._over.wait(REPORT_EVERY_S):
-            self.report()
 
 
 RankReporter = RankZeroReporter | SilentReporter
@@ -340,7 +306,7 @@ class _DriverLines:
         self._calls: deque[Any] = deque(maxlen=UNCONFIRMED_CALLS)
         self._lock = threading.RLock()  # `print_lines` itself may print; a signal handler may print mid-line
         self._pending: dict[tuple[int, int], str] = {}
-        self._number = 0
+        self._numbers = itertools.count()
 
     def write(self, stream: int, text: str) -> None:
         with self._lock:
@@ -361,9 +327,7 @@ class _DriverLines:
                 self._wait(list(self._calls), num_returns=len(self._calls), timeout=CONFIRM_TIMEOUT_S)
 
     def _send(self, text: str) -> None:
-        number = self._number
-        self._number += 1
-        self._calls.append(self._print_lines(self._attempt_id, number, text))
+        self._calls.append(self._print_lines(self._attempt_id, next(self._numbers), text))
 
 
 class _Tee:

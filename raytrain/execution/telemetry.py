@@ -30,27 +30,17 @@ class TelemetryThread:
     A sample that takes long delays none of the later ones; those that it leaves no time for are left out.
 
     Args:
-        run: the run folder; rows go to telemetry/<node>.jsonl.
-        sampler: of this node.
+        run: rows go to telemetry/<node>.jsonl of this folder.
         gauges: publishes the rows; None without Ray.
-        watch: judges the rows.
         warn: called with each warning, repeated ones included; in the thread.
         tags: fields of the next row, such as the step, or None where no sample is due; called in the thread.
-        clock: seconds; replaced in tests.
     """
 
     def __init__(
-        self,
-        run: RunFolder,
-        sampler: NodeSampler,
-        *,
-        every: float,
-        gauges: RayGauges | None,
-        watch: MemoryWatch,
-        warn: Callable[[MemoryWarning], None],
-        tags: Callable[[], dict[str, Any] | None] = dict,
+        self, run: RunFolder, sampler: NodeSampler, *, every: float, gauges: RayGauges | None, watch: MemoryWatch,
+        warn: Callable[[MemoryWarning], None], tags: Callable[[], dict[str, Any] | None] = dict,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self._sampler, self._every, self._gauges = run, sampler, every, gauges
         self._watch, self._warn, self._tags, self._clock = watch, warn, tags, clock
         self._over = threading.Event()
@@ -93,14 +83,8 @@ class TelemetryThread:
 def node_telemetry(
     run_path: str, *, every: float, limit: int | None, channel: Any, tags: Callable[[], dict[str, Any] | None]
 ) -> Iterator[None]:
-    """Context manager in which the node of this worker is sampled.
-
-    Args:
-        tags: as for `TelemetryThread`.
-        every: seconds between samples; 0: none are taken.
-        limit: `cluster.memory_limit`.
-        channel: the `DriverChannel` actor, which receives the warnings.
-    """
+    """Context manager in which the node of this worker is sampled, every `every` seconds (0: not at all). `limit` is
+    `cluster.memory_limit`; the warnings go to the `channel`; `tags` are as for `TelemetryThread`."""
     if not every:
         yield
         return
@@ -116,11 +100,7 @@ def node_telemetry(
 
 @dataclass(frozen=True)
 class HostTelemetry:
-    """How expert hosts sample the nodes that no worker is on.
-
-    Attributes:
-        every, limit, channel: as for `node_telemetry`.
-    """
+    """How expert hosts sample the nodes that no worker is on; attributes as arguments of `node_telemetry`."""
 
     run_path: str
     every: float

@@ -55,37 +55,23 @@ def is_hardware(fault: Fault) -> bool:
 
 
 def faulty_nodes(faults: Iterable[Fault]) -> list[str]:
-    """Ids of the nodes with at least `MOST_FAULTS` such faults.
-
-    Args:
-        faults: the decisive fault of each failed attempt.
-    """
+    """Ids of the nodes with at least `MOST_FAULTS` such faults, of the decisive ones of each failed attempt."""
     counts = Counter(fault.node for fault in faults if fault.node and is_hardware(fault))
     return sorted(node for node, count in counts.items() if count >= MOST_FAULTS)
 
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """Which nodes the next worker group must not use. Called in Ray Train's controller before each group starts.
-
-    Attributes:
-        run_path: the run folder, with the faults.
-        each: resources of one worker.
-        least: workers with which the run can continue.
-        channel: the `DriverChannel` actor, which receives each node that is left out.
-    """
+    """Which nodes the next worker group must not use. Called in Ray Train's controller before each group starts."""
 
     run_path: str
-    each: Mapping[str, float]
-    least: int
-    channel: Any
+    each: Mapping[str, float]  # resources of one worker
+    least: int  # workers with which the run can continue
+    channel: Any  # the `DriverChannel` actor, which receives each node that is left out
 
     def selector(self, nodes: Callable[[], list[dict[str, Any]]]) -> dict[str, str] | None:
         """Ray's label selector that leaves the faulty nodes out; None if there are none, or if the others have no room.
-
-        Args:
-            nodes: returns what `ray.nodes()` does.
-        """
+        `nodes` returns what `ray.nodes()` does."""
         faulty = faulty_nodes(read_faults(RunFolder(self.run_path), since=0))
         if not faulty:
             return None
@@ -105,22 +91,14 @@ class NodeChoice:
 
 
 def fit(
-    job: TrainJob,
-    *,
-    data: Any,
-    channel: Any,
-    local: bool,
-    interface: str | None,
-    storage: str,
+    job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str | None, storage: str,
     least: int | None = None,
-) -> AttemptResult:
+) -> AttemptResult:  # fmt: skip
     """Run the job's workers until the run ends.
 
     Args:
         data: what the driver read for all workers (the default text, in-memory tensors), or None.
-        channel: the `DriverChannel` actor.
         local: the cluster is private to this command, on this machine: everything stays on loopback.
-        interface: `cluster.interface`, the network interface for collectives, or None.
         storage: a directory for Ray's own state.
         least: workers with which an elastic run can continue; None: the planned number.
 
@@ -167,21 +145,17 @@ def fit(
     try:
         result = trainer.fit().return_value
     except Exception as error:
-        raise _explained(error) from error
+        raised_by_a_call = isinstance(error, ray.exceptions.RayTaskError | ray.exceptions.RuntimeEnvSetupError)
+        if isinstance(error, ray.exceptions.RayError | ConnectionError) and not raised_by_a_call:
+            if isinstance(error, ray.exceptions.RayActorError):
+                raise ClusterLost("the controller process of Ray Train died") from error
+            text = f"the connection to Ray was lost ({type(error).__name__}: {first_line(error)})"
+            raise ClusterLost(text) from error
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours the names of actors
+        raise RunError(f"Ray Train gave up: {type(error).__name__}: {text}") from error
     if not isinstance(result, AttemptResult):
         raise RunError(f"the workers returned {result!r} instead of a result")
     return result
-
-
-def _explained(error: Exception) -> RunError:
-    """What an exception of `TorchTrainer.fit` means: Ray itself was lost, or Ray Train gave up with this reason."""
-    raised_by_a_call = isinstance(error, ray.exceptions.RayTaskError | ray.exceptions.RuntimeEnvSetupError)
-    if isinstance(error, ray.exceptions.RayError | ConnectionError) and not raised_by_a_call:
-        if isinstance(error, ray.exceptions.RayActorError):
-            return ClusterLost("the controller process of Ray Train died")
-        return ClusterLost(f"the connection to Ray was lost ({type(error).__name__}: {first_line(error)})")
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours the names of actors
-    return RunError(f"Ray Train gave up: {type(error).__name__}: {text}")
 
 
 def worker_resources(plan: Plan, *, local: bool) -> dict[str, float]:
@@ -200,30 +174,19 @@ def accelerator_type(plan: Plan, *, local: bool) -> str | None:
 
 def workers_need(plan: Plan, number: int) -> Need:
     each, kind = worker_resources(plan, local=False), accelerator_type(plan, local=False)
-    return Need(
-        "scale.workers", "worker", number, each | ({} if kind is None else {f"accelerator_type:{kind}": TYPE_SHARE})
-    )
+    each |= {} if kind is None else {f"accelerator_type:{kind}": TYPE_SHARE}
+    return Need("scale.workers", "worker", number, each)
 
 
 def free_room(plan: Plan, *, without: Collection[str] = ()) -> int:
-    """Workers that fit what the nodes of the cluster have free.
-
-    Args:
-        plan: says what a worker needs.
-        without: ids of nodes that do not count.
-    """
+    """Workers that fit what the nodes of the cluster have free, those with the ids in `without` left out."""
     return room_for(workers_need(plan, 1).each, free_by_node(without=without))
 
 
 def waits_for_room(groups: Mapping[str, Mapping[str, Any]], job: str) -> bool:
-    """Whether a placement group of a job has not been placed, so that its workers cannot start.
-
-    While the workers' group is placed and their processes start, nothing is free either.
-
-    Args:
-        groups: `ray.util.placement_group_table()`.
-        job: the id of the driver's job, with which the ids of its groups end.
-    """
+    """Whether a placement group of a job has not been placed, so that its workers cannot start: while the group is
+    placed and their processes start, nothing is free either. `groups` is `ray.util.placement_group_table()`, whose ids
+    end with the id of their job."""
     own = [group for name, group in groups.items() if name.endswith(job)]
     return any(group["state"] in ("PENDING", "PREPARED", "RESCHEDULING") for group in own)
 

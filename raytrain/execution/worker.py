@@ -24,7 +24,6 @@ import ray.train
 import torch
 from ray import cloudpickle
 from ray.train.torch import get_device
-from torch import nn
 
 from cluster.ray_runtime import keep_parents_objects
 from cluster.telemetry.warnings import HIGH
@@ -79,14 +78,11 @@ from raytrain.train.state import Clock, LoopOutcome
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
-    """Entry point of a Ray Train worker.
+    """Entry point of a Ray Train worker; returns rank 0's result, None on the other ranks.
 
     Args:
         config: {"import_path", "run_path", "channel": handle of the DriverChannel actor, which keeps the pickled
             TrainJob, "data": whether it also keeps data that the driver read}.
-
-    Returns:
-        Rank 0's result; None on the other ranks.
     """
     keep_freed_memory()
     keep_parents_objects()  # the user's own datasets may fork
@@ -123,7 +119,6 @@ class Worker:
 
     Args:
         local_rank: rank among the workers of this machine, or the index of its GPU where they share them.
-        channel: the `DriverChannel` actor, used by rank 0.
         node: Ray's id of this node, for the faults recorded here.
     """
 
@@ -147,11 +142,8 @@ class Worker:
         self._step_reports = StepReports(lambda: self._now(), self._report_progress)
 
     def run(self, data: Any) -> AttemptResult | None:
-        """Decide how to start, train, and return the result; an exception is recorded as a fault.
-
-        Args:
-            data: the data that the driver read for all workers; None if each worker opens the source itself.
-        """
+        """Decide how to start, train, and return the result; an exception is recorded as a fault. `data` is what the
+        driver read for all workers; None if each worker opens the source itself."""
         try:
             start = self._start()
             reporter = self._open_reporter(start)  # records the last fault and this decision first
@@ -220,9 +212,8 @@ class Worker:
         if self.attempt > self.job.first_attempt:
             made = start.decision
             reporter.event("decision", what="recovery", value=made.action, precision=made.precision, reason=made.reason)
-            print(
-                f"stopping: {made.reason}" if made.action == "stop" else f"{made.reason} (now attempt {self.attempt})"
-            )
+            stops = made.action == "stop"
+            print(f"stopping: {made.reason}" if stops else f"{made.reason} (now attempt {self.attempt})")
         return reporter
 
     # -- training ---------------------------------------------------------------------------------
@@ -235,19 +226,11 @@ class Worker:
             on_stop_request(self.channel, self._stop_requested.set)
         ranks = self.workers.all_gather_object(place_of(session.device))
         reporter.event(
-            "attempt",
-            from_step=session.state.step,
-            workers=self.workers.world_size,
-            precision=session.precision,
-            matmul=session.matmul,
-            workers_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.workers.world_size)),
-            node=os.uname().nodename,
-            device=str(session.device),
-            platform=platform().to_json(),
-            reason=start.decision.reason,
-            ranks=ranks,
-            **session.strategy.facts(),
-        )
+            "attempt", from_step=session.state.step, workers=self.workers.world_size, precision=session.precision,
+            matmul=session.matmul, workers_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", self.workers.world_size)),
+            node=os.uname().nodename, device=str(session.device), platform=platform().to_json(),
+            reason=start.decision.reason, ranks=ranks, **session.strategy.facts(),
+        )  # fmt: skip
         self.run_folder.flush()  # upload the start of this attempt to an object store before the first step
         self._step_reports.start()
         outcome = self._loop(reporter)
@@ -255,13 +238,20 @@ class Worker:
         session = self.session  # a rollback replaces it
         assert session is not None
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
-        if outcome.kind == "failed":
-            return self._result("failed", outcome.reason)
-        if outcome.kind == "interrupted":
-            return self._result("interrupted", outcome.reason)
+        if outcome.kind in ("failed", "interrupted"):
+            return self._result(outcome.kind, outcome.reason)
         self._report_progress({"phase": "exporting", "row": reporter.last_row})
         began = time.perf_counter()
-        module = self._full_module(session)
+        try:
+            module = session.full_module()
+        except CollectiveFailed:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error, device=session.device):
+                raise
+            # final, as the next attempt would gather the same weights; an error, not a result, so that Ray ends the
+            # workers that wait for this one
+            raise RunError(self._not_exported(error)) from error
         if self.workers.rank == 0 and module is not None:
             try:
                 export(session, module, self.run_folder)
@@ -269,22 +259,6 @@ class Worker:
                 return self._result("failed", self._not_exported(error))
             reporter.event("exported", step=session.state.step, seconds=time.perf_counter() - began)
         return self._result("done", outcome.reason)
-
-    def _full_module(self, session: Session) -> nn.Module | None:
-        """See `Session.full_module`.
-
-        Raises:
-            RunError: out of memory. Final, as the next attempt would gather the same weights; an error, not a result,
-                so that Ray ends the workers that wait for this one.
-        """
-        try:
-            return session.full_module()
-        except CollectiveFailed:
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error, device=session.device):
-                raise
-            raise RunError(self._not_exported(error)) from error
 
     def _not_exported(self, error: Exception) -> str:
         """Why a run whose training is complete failed. Nothing of the training is repeated: its state is saved."""
@@ -329,15 +303,10 @@ class Worker:
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop_requested.is_set, clock=clock)
             loop.saver = saver = CheckpointSaver(
-                session,
-                self.run_folder,
-                every=self.job.plan.checkpoint_every.value_or("auto"),
-                keep=self.job.save.keep,
-                asynchronous=self.job.save.asynchronous,
-                reporter=reporter,
-                clock=clock,
+                session, self.run_folder, every=self.job.plan.checkpoint_every.value_or("auto"),
+                keep=self.job.save.keep, asynchronous=self.job.save.asynchronous, reporter=reporter, clock=clock,
                 fence=reporter.fence,
-            )
+            )  # fmt: skip
             self._now = lambda state=session.state, loop=loop: {"step": state.step, "activity": loop.activity}
             first = {"max_steps": loop.limits.max_steps, "step": session.state.step, "row": {}}  # none of later steps
             first["compiles"] = session.settings.compiled
@@ -462,50 +431,28 @@ class Worker:
 
 
 def transfers_row(copies: list[TransferCounts], *, device: str) -> dict[str, Any]:
-    """The event about the copies of batches since the first step of an attempt, evaluations included.
-
-    Args:
-        copies: of each worker, by rank; of rank 0 alone if the run was stopped.
-    """
+    """The event about the copies of batches since the first step of an attempt, evaluations included: of each worker,
+    by rank; of rank 0 alone if the run was stopped."""
     total = TransferCounts.total(copies)
     ranks = [vars(one) for one in copies]
     return {"device": device, "workers": len(copies), **vars(total), "ranks": ranks, "reason": total.describe(device)}
 
 
 def fault_of(
-    error: BaseException,
-    *,
-    attempt: int,
-    rank: int,
-    step: int,
-    precision: str,
-    from_step: int,
-    micro_batch: int | None = None,
-    device: torch.device | None = None,
-    node: str | None = None,
-) -> Fault:
+    error: BaseException, *, attempt: int, rank: int, step: int, precision: str, from_step: int,
+    micro_batch: int | None = None, device: torch.device | None = None, node: str | None = None,
+) -> Fault:  # fmt: skip
     """The record of the exception being handled. raytrain's own errors are `final`: a restart would repeat them.
 
     Args:
         device: the GPU whose free memory says whether a library's error means that memory ran out; None elsewhere, as
             a CPU's error that ends an attempt was judged where it was caught.
-        node: id of the worker's node.
     """
+    passing = isinstance(error, OutOfMemory | CollectiveFailed | StateLost)
     return Fault(
-        attempt=attempt,
-        rank=rank,
-        step=step,
-        error=type(error).__name__,
-        message=first_line(error),
-        traceback=printable(traceback.format_exc()),
-        precision=precision,
-        reduced=precision in ("bf16", "fp16", "tf32"),
-        final=isinstance(error, RaytrainError | bdb.BdbQuit)
-        and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
-        from_step=from_step,
-        time=time.time(),
-        out_of_memory=is_out_of_memory(error, device=device),
-        micro_batch=micro_batch,
-        node=node,
-        place=users_place(error),
-    )
+        attempt, rank, step, type(error).__name__, first_line(error), traceback=printable(traceback.format_exc()),
+        precision=precision, reduced=precision in ("bf16", "fp16", "tf32"),
+        final=isinstance(error, RaytrainError | bdb.BdbQuit) and not passing,
+        from_step=from_step, out_of_memory=is_out_of_memory(error, device=device), micro_batch=micro_batch,
+        node=node, place=users_place(error),
+    )  # fmt: skip

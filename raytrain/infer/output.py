@@ -105,7 +105,7 @@ class OutputFolder:
         """Write here as the only command, given `command`; `beat` is to be called every few seconds. Raises
         InputError: another command has begun to write here."""
         attempts = Attempts(self.store)
-        number = attempts.take_next(this_process())
+        number = attempts.next_attempt(this_process())
         try:
             user = self._user(before=number)
             if user is not None:
@@ -122,12 +122,12 @@ class OutputFolder:
 
     def beat(self) -> None:
         """Renew the claim, for commands on other machines."""
-        Attempts(self.store).beat()
+        Attempts(self.store).heartbeat()
 
     def _user(self, before: int | None = None) -> dict[str, Any] | None:
         """The process of a command that writes here, of those that claimed it before this number."""
         attempts = Attempts(self.store)
-        for number in range(1, attempts.current() + 1 if before is None else before):
+        for number in range(1, attempts.current_attempt() + 1 if before is None else before):
             owner = attempts.owner_of(number)
             if owner is not None and attempts.lives(owner):
                 return owner

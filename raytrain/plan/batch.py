@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.wording import counted
@@ -35,11 +35,7 @@ AFTER_DATA = "read from the data at start"
 
 
 def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
-    """Rows per optimizer step.
-
-    Raises:
-        InputError: there are no rows, or fewer than one global batch.
-    """
+    """Rows per optimizer step. Raises InputError if there are no rows, or fewer than one global batch."""
     if loop.global_batch_size == "auto":
         raise InputError(
             "loop.global_batch_size", got="auto", expected="a number",
@@ -60,11 +56,7 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
 
 def one_worker_for_whole(scale: ScaleConfig, loop: LoopConfig) -> tuple[ScaleConfig, str]:
     """`scale` with the one worker that computes a global batch which must not be split, and the reason; `scale` itself
-    and "" where it may be split.
-
-    Raises:
-        InputError: several workers are asked for.
-    """
+    and "" where it may be split. Raises InputError if several workers are asked for."""
     if loop.micro_batch_size != "whole":
         return scale, ""
     least = scale.workers[0] if isinstance(scale.workers, tuple) else scale.workers
@@ -85,13 +77,8 @@ def rows_read(loop: LoopConfig) -> int | None:
 
 
 def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1) -> dict[str, Resolved]:
-    """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch.
-
-    Micro-batches of one global batch go to the workers in order, as evenly as whole ones can.
-
-    Args:
-        splits: micro-batches into which `auto` cuts a worker's equal share.
-    """
+    """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch. Micro-batches of one
+    global batch go to the workers in order, as evenly as whole ones can; `auto` cuts each equal share into `splits`."""
     total = loop.global_batch_size
     assert isinstance(total, int)  # choose_global_batch has refused "auto"
     if loop.micro_batch_size == "whole":
@@ -134,12 +121,12 @@ def defer_micro_batch(loop: LoopConfig, batches: Mapping[str, Resolved], *, doub
     micro, accumulation = batches["micro_batch_size"], batches["accumulation"]
     if loop.micro_batch_size != "auto" or doubt is None or micro.value == 1:
         return batches
+    how = "the largest that fits, measured with real steps at start"
+    bounds = accumulation.value, accumulation.value * micro.value
     return {
         **batches,
-        "micro_batch_size": Deferred(
-            "the largest that fits, measured with real steps at start", (1, micro.value), doubt
-        ),
-        "accumulation": Deferred("with the micro-batch", (accumulation.value, accumulation.value * micro.value)),
+        "micro_batch_size": Deferred(how, (1, micro.value), doubt),
+        "accumulation": Deferred("with the micro-batch", bounds),
     }
 
 
@@ -152,7 +139,7 @@ def choose_length(
         if loop.max_steps and not loop.epochs:
             return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
         bounds = (1, loop.max_steps) if loop.max_steps else ()
-        length_text = "1 epoch" if (loop.epochs or 1) == 1 else f"{loop.epochs} epochs"
+        length_text = counted(loop.epochs or 1, "epoch")
         length_text += f", at most {counted(loop.max_steps, 'step')}" if loop.max_steps else ""
         return {"steps_per_epoch": per_epoch, "max_steps": Deferred(AFTER_DATA, bounds, length_text)}
     steps, left = divmod(data_facts.train_rows, global_batch)
@@ -162,12 +149,10 @@ def choose_length(
     epochs = loop.epochs or (None if loop.max_steps else 1)
     if epochs is None:
         return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
-    length = f"{epochs} epochs of {counted(steps, 'step')}" if epochs > 1 else f"1 epoch of {counted(steps, 'step')}"
+    length = f"{counted(epochs, 'epoch')} of {counted(steps, 'step')}"
     if loop.max_steps and loop.max_steps < epochs * steps:
-        return {
-            "steps_per_epoch": per_epoch,
-            "max_steps": Resolved(loop.max_steps, f"loop.max_steps ends before {length}"),
-        }
+        ends = Resolved(loop.max_steps, f"loop.max_steps ends before {length}")
+        return {"steps_per_epoch": per_epoch, "max_steps": ends}
     if not loop.epochs:
         length = f"neither loop.epochs nor loop.max_steps is given: {length}"
     return {"steps_per_epoch": per_epoch, "max_steps": Resolved(epochs * steps, length)}
@@ -179,10 +164,8 @@ def choose_lr(optim: OptimConfig, *, global_batch: int) -> Resolved:
     if optim.scale_lr == "none":
         return Resolved(optim.lr, "optim.lr")
     factor = ratio if optim.scale_lr == "linear" else math.sqrt(ratio)
-    return Resolved(
-        optim.lr * factor,
-        f"optim.lr {optim.lr:g} x {factor:g}: {optim.scale_lr} in {global_batch} / {REFERENCE_BATCH} rows",
-    )
+    why = f"optim.lr {optim.lr:g} x {factor:g}: {optim.scale_lr} in {global_batch} / {REFERENCE_BATCH} rows"
+    return Resolved(optim.lr * factor, why)
 
 
 def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) -> Choice:
@@ -229,26 +212,22 @@ def choose_saving(
     shards: int,
 ) -> dict[str, Any]:  # fmt: skip
     """eval_every, checkpoint_every, best_saves and export; `length` as `choose_length` returns it, `shards` of the
-    model.
-
-    Raises:
-        InputError: as `choose_export`.
-    """
+    model. Raises InputError as `choose_export`."""
     eval_every = choose_eval_every(loop, data_facts=data_facts, **length)
+    bounds, why = (1, length["max_steps"].value_or(None)), "saving takes at most 3 % of the time"
+    why += ", and a failure loses at most ten minutes"
+    measured = Deferred("set from the measured cost of the first checkpoint", bounds, why)
     return {
         "eval_every": eval_every,
-        "checkpoint_every": choose_checkpoint_every(save, length["max_steps"]),
+        "checkpoint_every": measured if save.every == "auto" else Resolved(save.every, "save.every"),
         "best_saves": choose_best_saves(save, eval_every, shared=shards > 1 or hosts.value not in ("none", 0)),
         "export": choose_export(save, loop, data_facts=data_facts),
     }
 
 
 def choose_best_saves(save: SaveConfig, eval_every: Choice, *, shared: bool) -> Choice | None:
-    """When a checkpoint is saved because its evaluation is the best so far; None without evaluations.
-
-    Args:
-        shared: whether other processes than the first worker write parts of a checkpoint.
-    """
+    """When a checkpoint is saved because its evaluation is the best so far; None without evaluations. `shared`: other
+    processes than the first worker write parts of a checkpoint."""
     if eval_every.value_or(None) == 0:
         return None
     if shared or save.keep == "all" or not save.asynchronous:
@@ -263,11 +242,8 @@ def choose_best_saves(save: SaveConfig, eval_every: Choice, *, shared: bool) -> 
 
 
 def choose_export(save: SaveConfig, loop: LoopConfig, *, data_facts: DataFacts | None) -> Choice:
-    """Whose weights a finished run exports: "best" by eval loss, or "last".
-
-    Raises:
-        InputError: the best is asked for, and there are no evaluation rows.
-    """
+    """Whose weights a finished run exports: "best" by eval loss, or "last". Raises InputError if the best is asked for,
+    and there are no evaluation rows."""
     evaluates = data_facts is None or data_facts.eval_rows > 0
     if save.export == "best" and not evaluates:
         raise InputError(
@@ -283,16 +259,7 @@ def choose_export(save: SaveConfig, loop: LoopConfig, *, data_facts: DataFacts |
     return Resolved("best", "loop.patience ends the run after its best evaluation")
 
 
-def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
-    if save.every != "auto":
-        return Resolved(save.every, "save.every")
-    last = max_steps.value_or(None)
-    how = "set from the measured cost of the first checkpoint"
-    return Deferred(how, (1, last), "saving takes at most 3 % of the time, and a failure loses at most ten minutes")
-
-
 # ---------------------------------------------------------------- storage
-# Plan rules about data: where its rows are kept, and how many processes read them.
 
 
 OVERHEAD = 1.1
@@ -316,19 +283,11 @@ MOST_LOADERS = 4
 
 @dataclass(frozen=True)
 class DataRoom:
-    """The memory of a worker that is left for data.
+    """The memory of a worker that is left for data."""
 
-    Attributes:
-        allowed: bytes that a worker may use of its device, or of its node's memory; None where unknown.
-        model_bytes: planned bytes of weights, gradients, optimizer state and activations; None if the model is
-            unknown.
-        whole: whether `model_bytes` includes the activations.
-        on_gpu: whether it is a GPU's memory.
-    """
-
-    allowed: int | None
-    model_bytes: int | None
-    whole: bool
+    allowed: int | None  # bytes that a worker may use of its device, or of its node's memory; None where unknown
+    model_bytes: int | None  # planned, of weights, gradients, optimizer state and activations; None where unknown
+    whole: bool  # `model_bytes` includes the activations
     on_gpu: bool
 
     @property
@@ -344,9 +303,8 @@ class DataRoom:
     def text(self) -> str:
         """`left` and how it is computed."""
         if self.model_bytes is None:
-            return (
-                f"{size_text(self.left)}, half of the memory of a worker, since the size of the model is not known yet"
-            )
+            why = "half of the memory of a worker, since the size of the model is not known yet"
+            return f"{size_text(self.left)}, {why}"
         part = f"{size_text(self.left)}: {'90' if self.whole else '50'} % of what is left"
         return f"{part} of {size_text(self.allowed or 0)} after {size_text(self.model_bytes)} for the model"
 
@@ -367,12 +325,21 @@ def choose_storage(
     requested = data.storage
     if requested == "pinned" and not room.on_gpu:
         chosen = _by_bytes(facts, room, loaders=loaders, reads=reads)
-        why = "data.storage pinned needs a GPU, and there is none"
-        value = chosen["storage"].value_or("the result of auto")
-        warnings.append(f"{why}: {value} instead")
-        return {**chosen, "storage": _because(chosen["storage"], why)}
+        why, storage = "data.storage pinned needs a GPU, and there is none", chosen["storage"]
+        warnings.append(f"{why}: {storage.value_or('the result of auto')} instead")
+        reason = why if isinstance(storage, Deferred) else f"{why}; {storage.reason}"
+        return {**chosen, "storage": replace(storage, reason=reason)}
     if requested == "resident" and facts is not None:
-        _check_fits(facts, room)
+        need, most = int(facts.total_bytes * OVERHEAD), room.certain
+        if most is not None and need > most:
+            used = f"a worker may use {size_text(room.allowed or 0)}"
+            if room.model_bytes is not None:
+                used += f", {size_text(room.model_bytes)} of it for weights, optimizer and activations"
+            raise InputError(
+                "data.storage", got=f"resident for {size_text(need)} of data",
+                expected=f"at most {size_text(max(0, most))}: {used}",
+                remedy="auto keeps what fits and streams the rest; stream keeps nothing",
+            )  # fmt: skip
         if facts.varies:
             warnings.append(f"data.storage resident keeps the first reading of each item, and {VARIES}: {KEEPS_RANDOM}")
     if requested != "auto":
@@ -380,17 +347,15 @@ def choose_storage(
     return _by_bytes(facts, room, loaders=loaders, reads=reads)
 
 
-def _because(choice: Choice, why: str) -> Choice:
-    if isinstance(choice, Resolved):
-        return Resolved(choice.value, f"{why}; {choice.reason}")
-    return Deferred(choice.how, choice.bounds, why)
-
-
 def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice, reads: int | None) -> dict[str, Choice]:
     streamed = "pinned" if room.on_gpu else "stream"
     if facts is None:
         return {"storage": Deferred(AFTER_DATA, ("resident", streamed))}
-    if why := _reason_to_stream(facts, reads):
+    if facts.varies:
+        return {"storage": Resolved(streamed, VARIES)}
+    whole_s = (facts.item_s or 0.0) * (facts.train_rows + facts.eval_rows)
+    if reads is not None and reads < facts.train_rows and whole_s > SLOW_S:
+        why = f"the run trains on {reads:,} of {facts.train_rows:,} rows, and to read all takes about {whole_s:.0f} s"
         return {"storage": Resolved(streamed, why)}
     need = int(facts.total_bytes * OVERHEAD)
     if room.allowed is None:
@@ -411,32 +376,6 @@ def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice, reads
     }
 
 
-def _reason_to_stream(facts: DataFacts, reads: int | None) -> str:
-    """Why items are read when a step needs them although all would fit; "" if they may be kept."""
-    if facts.varies:
-        return VARIES
-    whole_s = (facts.item_s or 0.0) * (facts.train_rows + facts.eval_rows)
-    if reads is not None and reads < facts.train_rows and whole_s > SLOW_S:
-        return f"the run trains on {reads:,} of {facts.train_rows:,} rows, and to read all takes about {whole_s:.0f} s"
-    return ""
-
-
-def _check_fits(facts: DataFacts, room: DataRoom) -> None:
-    need, most = int(facts.total_bytes * OVERHEAD), room.certain
-    if most is None or need <= most:
-        return
-    model_part = (
-        ""
-        if room.model_bytes is None
-        else f", {size_text(room.model_bytes)} of it for weights, optimizer and activations"
-    )
-    raise InputError(
-        "data.storage", got=f"resident for {size_text(need)} of data",
-        expected=f"at most {size_text(max(0, most))}: a worker may use {size_text(room.allowed or 0)}{model_part}",
-        remedy="auto keeps what fits and streams the rest; stream keeps nothing",
-    )  # fmt: skip
-
-
 def resident_bytes(facts: DataFacts | None, choices: Mapping[str, Choice]) -> int:
     """Bytes that the chosen storage keeps on the device of each worker."""
     storage, rows = choices["storage"], choices.get("resident_rows")
@@ -453,11 +392,8 @@ def choose_loaders(
 ) -> Choice:  # fmt: skip
     """Processes of each worker that read a dataset item by item.
 
-    `auto` leaves one core of each node to training: no process on one core, one on two cores.
-
-    Args:
-        counts: workers of each node.
-        cores: of each node.
+    `auto` leaves one core of each node to training: no process on one core, one on two cores. `counts` are the workers
+    of each node, `cores` its cores.
     """
     requested = data.loader_workers
     if requested == 0:

@@ -17,10 +17,7 @@ from cluster.wording import size as size_text
 
 @dataclass(frozen=True)
 class Resolved:
-    """A final decision.
-
-    `value` is plain JSON (a number, a string, a boolean or None); `reason` is one short sentence.
-    """
+    """A final decision: plain JSON (a number, a string, a boolean or None), and its reason in one short sentence."""
 
     value: Any
     reason: str
@@ -70,7 +67,6 @@ def choice_from_json(row: Mapping[str, Any]) -> Choice:
 
 
 # ---------------------------------------------------------------- text
-# Choices and quantities as text, for the table of a plan, warnings and errors.
 
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")

@@ -38,12 +38,8 @@ def choose_hosts(
 ) -> Resolved:
     """ "none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
 
-    Args:
-        requested: `experts.hosts`, or None for a dense model; for `auto` the result of `choose_auto_hosts`, except
-            where the strategy decides.
-
-    Raises:
-        InputError: a contradiction, or more hosts than these machines can run, naming the keys.
+    `requested` is `experts.hosts`, or None for a dense model; for `auto` the result of `choose_auto_hosts`, except
+    where the strategy decides. Raises InputError for a contradiction, or more hosts than these machines can run.
     """
     if requested is None:
         if scale.strategy == "expert_parallel":
@@ -84,9 +80,8 @@ def choose_auto_hosts(
     """What `experts.hosts: auto` means, by memory and by kinds of devices: every worker holds all experts where they
     fit. Else the slowest kind of GPU holds them where kinds differ, or the workers share them, or hosts hold them.
 
-    Args:
-        workers: number of workers if no GPU goes to hosts.
-        fits: whether (`experts.hosts`, workers) fits the memory of these machines, by the estimate.
+    `workers` is their number if no GPU goes to hosts; `fits` says whether (`experts.hosts`, workers) fits the memory of
+    these machines, by the estimate.
     """
     in_workers = scale.strategy != "expert_parallel"
     if in_workers and (facts is None or facts.experts is None):
@@ -162,11 +157,8 @@ def least_workers(scale: ScaleConfig) -> int:
 
 
 def gpus_of_hosts(requested: Any, machines: DevicePool, inventory: Inventory) -> dict[str, list[Device]]:
-    """{node: the GPUs that expert hosts take there}: one node after another, as Ray's SPREAD places them.
-
-    Args:
-        requested: a value of `experts.hosts`. Hosts with a named type may use GPUs that workers may not.
-    """
+    """{node: the GPUs that expert hosts take there}: one node after another, as Ray's SPREAD places them. Hosts with a
+    named type may use GPUs that workers may not."""
     assigned: dict[str, list[Device]] = {}
     if not machines.on_gpu or not number_of_hosts(requested):
         return assigned
@@ -229,15 +221,8 @@ def kinds_of_hosts(requested: Any) -> list[str | None]:
 def choose_inflight(
     requested: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
 ) -> Resolved | None:
-    """Micro-batches that each worker has in flight to remote experts; None without remote experts.
-
-    Args:
-        requested: `experts.inflight`.
-        batches: the result of `choose_batches`.
-
-    Raises:
-        InputError: two in flight together with activation checkpointing, naming both keys.
-    """
+    """Micro-batches that each worker has in flight to remote experts; None without remote experts. `requested` is
+    `experts.inflight`. Raises InputError for two in flight together with activation checkpointing."""
     if hosts.value in ("none", 0):
         if requested == 2 and hosts.value == 0:
             warnings.append("experts.inflight 2 changes nothing: every worker holds all experts, so no rows are sent")
@@ -262,10 +247,7 @@ def choose_overlap(
     scale: ScaleConfig, hosts: Resolved, *, workers: int, nccl: bool, warnings: list[str]
 ) -> Resolved | None:  # fmt: skip
     """Whether gradients are reduced while the last backward of a step still runs; None where nothing can overlap.
-
-    Raises:
-        InputError: `scale.overlap: true` together with remote experts, naming both keys.
-    """
+    Raises InputError for `scale.overlap: true` together with remote experts."""
     remote = hosts.value not in ("none", 0)
     if scale.overlap is True and remote:
         raise InputError(
@@ -284,20 +266,13 @@ def choose_overlap(
         return None
     if scale.overlap != "auto":
         return Resolved(scale.overlap, "scale.overlap")
-    why = (
-        "NCCL sums beside the kernels of backward"
-        if nccl
-        else "gloo sums with the cores that compute: no gain measured"
-    )
-    return Resolved(nccl, why)
+    if nccl:
+        return Resolved(True, "NCCL sums beside the kernels of backward")
+    return Resolved(False, "gloo sums with the cores that compute: no gain measured")
 
 
 def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Resolved | None:
-    """Whether batch norms share their statistics; None where they do not.
-
-    Raises:
-        InputError: together with remote experts, naming both keys.
-    """
+    """Whether batch norms share their statistics; None where they do not. Raises InputError with remote experts."""
     if not scale.sync_batchnorm:
         return None
     if hosts.value not in ("none", 0):
@@ -315,9 +290,8 @@ def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: I
     """The mapping with each accelerator type as Ray spells it."""
     there = f"available: {inventory.describe()}"
     if not machines.on_gpu:
-        raise InputError(
-            "experts.hosts", got=host_kinds_text(requested), expected="a number, as this run is on CPUs", remedy=there
-        )
+        got, expected = host_kinds_text(requested), "a number, as this run is on CPUs"
+        raise InputError("experts.hosts", got=got, expected=expected, remedy=there)
     spelled: Counter[str] = Counter()
     for kind, number in requested.items():
         mine = [node for node in inventory.nodes if any(of_type(node, device, kind) for device in node.devices)]
@@ -327,15 +301,13 @@ def _checked_kinds(requested: dict[str, int], machines: DevicePool, inventory: I
             raise InputError("experts.hosts", got=f"{number} {kind}", expected=expected, remedy=there)
         mixed = [node.host for node in mine if len({device.name for device in node.devices}) > 1]
         if mixed:
-            raise InputError(
-                "experts.hosts", got=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
-                expected="a number", remedy="Ray knows one accelerator type per machine",
-            )  # fmt: skip
+            got = f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds"
+            remedy = "Ray knows one accelerator type per machine"
+            raise InputError("experts.hosts", got=got, expected="a number", remedy=remedy)
         name = ray_type(kind, mine, inventory, key="experts.hosts")
         if name is None:
-            raise InputError(
-                "experts.hosts", got=f"{number} {kind}", expected="a number", remedy="Ray names no type on its nodes"
-            )
+            remedy = "Ray names no type on its nodes"
+            raise InputError("experts.hosts", got=f"{number} {kind}", expected="a number", remedy=remedy)
         spelled[name] += number
     return dict(spelled)
 
@@ -344,23 +316,22 @@ def _check_left(
     requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int
 ) -> None:
     """Raises InputError if the expert hosts leave too few GPUs for the workers."""
-    there = len(machines.gpus)
-    least = least_workers(scale)
+    there, least = len(machines.gpus), least_workers(scale)
     if isinstance(requested, dict):
         left = len(machines.without(gpus_of_hosts(requested, machines, inventory)).gpus)
+        got, expected = host_kinds_text(requested), "fewer, or colocated"
     else:
-        left = there - requested
+        left, got = there - requested, str(requested)
+        expected = f"at most {there - least}" if there > least else "0 or colocated"
     if left >= least:
         return
-    takers = "a worker needs one" if scale.workers == "auto" else f"the workers need {least}"
-    keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
-    most = f"at most {there - least}" if there > least else "0 or colocated"
-    expected = "fewer, or colocated" if isinstance(requested, dict) else most
+    takers, keys = "a worker needs one", "experts.hosts"
+    if scale.workers != "auto":
+        takers, keys = f"the workers need {least}", "experts.hosts or scale.workers"
+        got += f" with {workers} workers"
     gpus = f"there {'is' if there == 1 else 'are'} {counted(there, machines.unit)}"
-    title = host_kinds_text(requested) if isinstance(requested, dict) else str(requested)
     raise InputError(
-        "experts.hosts", got=title if scale.workers == "auto" else f"{title} with {workers} workers",
-        expected=f"{expected}: {gpus}, each expert host needs one, and {takers}",
+        "experts.hosts", got=got, expected=f"{expected}: {gpus}, each expert host needs one, and {takers}",
         remedy=f"lower {keys}, or set experts.hosts colocated, which needs no GPU of its own"
         f" ({inventory.describe()})",
     )  # fmt: skip

@@ -9,23 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """The experts of a model, which may be placed outside the workers.
+    """The experts of a model, which may be placed outside the workers."""
 
-    Attributes:
-        parameters: number of parameters of each expert of each layer.
-        gate_bytes: size of the routers of all layers, which every worker holds; linear in the number of experts.
-        rows_per_sample: rows that one sample sends through the experts of one layer.
-        kept_bytes_per_row: bytes that the process with the expert keeps of a row for backward, in fp32.
-        note: what else the plan says about them.
-        replay_bytes: of the rows that each worker keeps for sleep cycles, in host memory.
-    """
-
-    parameters: tuple[tuple[int, ...], ...]
-    gate_bytes: int
-    rows_per_sample: int
-    kept_bytes_per_row: int
-    note: str = ""
-    replay_bytes: int = 0
+    parameters: tuple[tuple[int, ...], ...]  # of each expert of each layer
+    gate_bytes: int  # of the routers of all layers, which every worker holds; linear in the number of experts
+    rows_per_sample: int  # rows that one sample sends through the experts of one layer
+    kept_bytes_per_row: int  # that the process with the expert keeps of a row for backward, in fp32
+    note: str = ""  # what else the plan says about them
+    replay_bytes: int = 0  # of the rows that each worker keeps for sleep cycles, in host memory
 
     @property
     def total(self) -> int:
@@ -128,19 +119,12 @@ class DataFacts:
         cls, rows: int, evaluation: int | None, *, fraction: float, row_bytes: int, reason: Callable[[int, int], str],
         kind: str = "memory",
     ) -> DataFacts:  # fmt: skip
-        """Of rows without tokens.
-
-        Args:
-            rows: of the training data.
-            evaluation: rows of the evaluation data; None if `fraction` of the training rows is held out.
-            reason: gets the rows to train on and those for evaluation.
-        """
+        """Of rows without tokens: `rows` of the training data and `evaluation` rows, None if `fraction` of the training
+        rows is held out. `reason` gets the rows to train on and those for evaluation."""
         held = int(rows * fraction) if evaluation is None else evaluation
         train = rows - held if evaluation is None else rows
         total = (train + held) * row_bytes
-        return cls(
-            train, held, row_bytes, None, total_bytes=total, vocab_size=None, reason=reason(train, held), kind=kind
-        )
+        return cls(train, held, row_bytes, None, total, None, reason(train, held), kind)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,6 +7,7 @@ names that people, drivers and Ray give them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,12 +59,8 @@ def of_ray(inventory: Inventory) -> bool:
 
 
 def ray_type(text: str, nodes: Sequence[Node], inventory: Inventory, *, key: str) -> str | None:
-    """Ray's spelling of the accelerator type that `text` names; None where no type has to be required, as all GPUs of
-    the cluster are of it. Without a cluster, `text` itself.
-
-    Args:
-        nodes: those that have a device of this type.
-        key: the key that names the type.
+    """Ray's spelling of the accelerator type that the `key` names, which `nodes` have; None where no type has to be
+    required, as all GPUs of the cluster are of it. Without a cluster, `text` itself.
 
     Raises:
         InputError: the nodes have several such types, or Ray knows none of them.
@@ -71,7 +68,9 @@ def ray_type(text: str, nodes: Sequence[Node], inventory: Inventory, *, key: str
     if not of_ray(inventory):
         return text
     exact = {name for node in nodes for name in node.accelerators if name.casefold() == text.casefold()}
-    near = {name for node in nodes for name in _matching(node, text) or node.accelerators[:1]}
+    near = set[str]()
+    for node in nodes:
+        near.update([name for name in node.accelerators if _contains(name, text)] or node.accelerators[:1])
     names = sorted(exact or near)
     if len(names) == 1:
         return names[0]
@@ -90,19 +89,11 @@ def ray_type(text: str, nodes: Sequence[Node], inventory: Inventory, *, key: str
     )  # fmt: skip
 
 
-def _matching(node: Node, text: str) -> list[str]:
-    return [name for name in node.accelerators if _contains(name, text)]
-
-
 def _contains(name: str, text: str) -> bool:
     """Whether the words of `text` are neighbouring words of `name`."""
-    words, wanted = _words(name), _words(text)
+    words, wanted = (re.findall(r"[0-9a-z]+", one.casefold()) for one in (name, text))
     places = range(len(words) - len(wanted) + 1)
     return bool(wanted) and any(words[place : place + len(wanted)] == wanted for place in places)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[0-9a-z]+", text.casefold())
 
 
 def peak_of(name: str, what: str) -> float | None:
@@ -113,7 +104,6 @@ def peak_of(name: str, what: str) -> float | None:
 
 
 # ---------------------------------------------------------------- devices
-# Plan rules about devices: which ones the workers get, and which number formats those support.
 
 
 BF16_CAPABILITY = (8, 0)
@@ -158,19 +148,33 @@ class DevicePool:
 
 
 def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]) -> DevicePool:
-    """Chooses mode, device and accelerators.
-
-    Raises:
-        InputError: `scale.accelerator` names a device that does not exist, or contradicts `scale.mode`.
-    """
+    """Chooses mode, device and accelerators. Raises InputError if `scale.accelerator` names a device that does not
+    exist, or contradicts `scale.mode`."""
     text = (scale.accelerator or "auto").strip()
     pool = _pool(text, inventory)
-    required = _required(text, pool, inventory)
+    # what the devices must be asked for by: "cuda", "cuda:0", or a type as Ray spells it; None for any GPU
+    required = None if text in ("auto", "cpu") else text
+    if required is not None and not (text == "cuda" or text.startswith("cuda:")):
+        required = ray_type(text, [node for node, _ in pool], inventory, key="scale.accelerator")
     pool = tuple((node, own) for node, own in pool if required in (None, text) or required in node.accelerators)
-    _refuse_contradiction(scale, text)
+    contradiction = None
+    if text == "cpu" and scale.mode in ("single_gpu", "multi_gpu"):
+        contradiction = f"a GPU with scale.mode {scale.mode}"
+    elif text not in ("auto", "cpu") and scale.mode == "cpu":
+        contradiction = "cpu or null with scale.mode cpu"
+    elif text.startswith("cuda:") and scale.mode == "multi_gpu":
+        contradiction = "more than one device with scale.mode multi_gpu"
+    if contradiction is not None:
+        raise InputError("scale.accelerator", got=text, expected=contradiction)
     count = sum(len(devices) for _, devices in pool)
     mode = _mode(scale, count, inventory, forced_cpu=text == "cpu", warnings=warnings)
-    _warn_of_unusable(scale, text, inventory, mode, warnings)
+    if inventory.unusable and "cpu" not in (scale.mode, text):
+        why = "; ".join(inventory.unusable)
+        note = f"GPUs that cannot be used: {why}"
+        if mode.value == "cpu":
+            note = f"THIS RUN IS ON THE CPU, although there is a GPU that cannot be used: {why}"
+            note += "; scale.mode cpu asks for that without this warning"
+        warnings.append(note)
     if mode.value == "cpu":
         pool = ()
         device = accelerator = Resolved("cpu", "mode cpu")
@@ -185,14 +189,8 @@ def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]
 
 
 def share_gpus(scale: ScaleConfig, machines: DevicePool, hosts: Any, warnings: list[str]) -> DevicePool:
-    """The machines with each GPU divided as `scale.gpus_per_worker` says.
-
-    Args:
-        hosts: `experts.hosts`.
-
-    Raises:
-        InputError: a layout that needs whole GPUs.
-    """
+    """The machines with each GPU divided as `scale.gpus_per_worker` says; `hosts` is `experts.hosts`. Raises InputError
+    for a layout that needs whole GPUs."""
     per_gpu = int(1 / scale.gpus_per_worker + 1e-9)
     if per_gpu == 1:
         return machines
@@ -220,17 +218,7 @@ def divided(gpus: Iterable[Device], per_gpu: int) -> tuple[Device, ...]:
     )  # fmt: skip
 
 
-def _required(text: str, pool: Sequence[tuple[Node, tuple[Device, ...]]], inventory: Inventory) -> str | None:
-    """What the devices must be asked for by: "cuda", "cuda:0", or a type as Ray spells it; None for any GPU."""
-    if text in ("auto", "cpu"):
-        return None
-    if text.partition(":")[0] == "cuda":
-        return text
-    return ray_type(text, [node for node, _ in pool], inventory, key="scale.accelerator")
-
-
 def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
-    """Adds a warning if the workers get GPUs of several kinds."""
     names = sorted({gpu.name for gpu in machines.gpus})
     if len(names) > 1:
         warnings.append(
@@ -242,10 +230,8 @@ def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
 def warn_of_lesser_devices(cluster: ClusterConfig, machines: DevicePool, inventory: Inventory) -> list[str]:
     """A warning if a device that the job uses has less than it is meant for."""
     if machines.on_gpu:
-        used = [
-            DeviceSize(f"{gpu.name} of {node.host}", True, gpu.memory_bytes, gpu.capability)
-            for node, gpus in machines.pool for gpu in gpus
-        ]  # fmt: skip
+        found = ((node, gpu) for node, gpus in machines.pool for gpu in gpus)
+        used = [DeviceSize(f"{gpu.name} of {node.host}", True, gpu.memory_bytes, gpu.capability) for node, gpu in found]
     else:
         used = [DeviceSize(f"the CPU of {node.host}", False, node.memory_bytes, None) for node in inventory.nodes]
     result = check_wanted(cluster, used)
@@ -284,25 +270,8 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
 
 
 def pick_devices(text: str, inventory: Inventory) -> list[Device]:
-    """The GPUs that a device string (`scale.accelerator`) allows, node by node.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The GPUs that a device string (`scale.accelerator`) allows, node by node. Raises InputError if there is none."""
     return [device for _, devices in _pool(text, inventory) for device in devices]
-
-
-def _refuse_contradiction(scale: ScaleConfig, text: str) -> None:
-    wants_gpu = scale.mode in ("single_gpu", "multi_gpu")
-    if text == "cpu" and wants_gpu:
-        expected = f"a GPU with scale.mode {scale.mode}"
-    elif text not in ("auto", "cpu") and scale.mode == "cpu":
-        expected = "cpu or null with scale.mode cpu"
-    elif text.startswith("cuda:") and scale.mode == "multi_gpu":
-        expected = "more than one device with scale.mode multi_gpu"
-    else:
-        return
-    raise InputError("scale.accelerator", got=text, expected=expected)
 
 
 def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bool, warnings: list[str]) -> Resolved:
@@ -336,34 +305,26 @@ def _fell_back(value: str, reason: str, warnings: list[str]) -> Resolved:
     return Resolved(value, f"fell back: {reason}")
 
 
-def _warn_of_unusable(scale: ScaleConfig, text: str, inventory: Inventory, mode: Resolved, warnings: list[str]) -> None:
-    """Adds a warning about GPUs that exist and cannot be used, unless the job asks for CPUs."""
-    if not inventory.unusable or "cpu" in (scale.mode, text):
-        return
-    why = "; ".join(inventory.unusable)
-    if mode.value != "cpu":
-        warnings.append(f"GPUs that cannot be used: {why}")
-        return
-    warnings.append(
-        f"THIS RUN IS ON THE CPU, although there is a GPU that cannot be used: {why}; scale.mode cpu asks for that"
-        " without this warning"
-    )
-
-
 def choose_precision(
     precision: PrecisionConfig, machines: DevicePool, inventory: Inventory, warnings: list[str]
 ) -> Choice:
-    """The number format of forward and backward.
-
-    Raises:
-        InputError: the device does not support the configured format, and `precision.fallback` is false.
-    """
+    """The number format of forward and backward. Raises InputError if the device does not support the configured one,
+    and `precision.fallback` is false."""
     known = [device.capability for device in machines.gpus if device.capability is not None]
     capability = min(known) if machines.on_gpu and len(known) == len(machines.gpus) else None
     if precision.dtype == "auto":
         return _measured_precision(machines, inventory, capability)
-    problem, instead = _unable(precision.dtype, machines, capability)
-    if problem:
+    problem, instead = None, "fp32"
+    if not machines.on_gpu and precision.dtype == "tf32":
+        problem = "tf32 is a format of GPUs"
+    elif machines.on_gpu and capability is not None:
+        shown = f"the GPU has CUDA capability {capability[0]}.{capability[1]}"
+        if precision.dtype in ("bf16", "tf32") and capability < BF16_CAPABILITY:
+            problem = f"{precision.dtype} needs 8.0 and {shown}"
+            instead = "fp16" if precision.dtype == "bf16" and capability >= FP16_CAPABILITY else "fp32"
+        elif precision.dtype == "fp16" and capability < FP16_CAPABILITY:
+            problem = f"fp16 needs 7.0 and {shown}"
+    if problem is not None:
         if not precision.fallback:
             raise InputError(
                 "precision.dtype", got=precision.dtype, expected=f"a format for this device: {problem}",
@@ -376,11 +337,7 @@ def choose_precision(
 
 
 def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: list[str]) -> Choice | None:
-    """Layers that stay in fp32; None if none is configured.
-
-    Args:
-        chosen: the format of the other layers.
-    """
+    """Layers that stay in fp32; None if none is configured. `chosen` is the format of the other layers."""
     if precision.fp32_layers == []:
         return None
     may_be = chosen.candidates
@@ -410,21 +367,6 @@ def _measured_precision(machines: DevicePool, inventory: Inventory, capability: 
     if present:
         return Deferred(how, ("bf16", "fp32"), f"this CPU has {', '.join(present)}")
     return Resolved("fp32", f"{inventory.cpu_model} has neither AMX nor other bf16 instructions")
-
-
-def _unable(dtype: str, machines: DevicePool, capability: tuple[int, int] | None) -> tuple[str, str]:
-    """(why the devices do not support `dtype`, the nearest format they support), or ("", dtype) if they do."""
-    if not machines.on_gpu:
-        return ("tf32 is a format of GPUs", "fp32") if dtype == "tf32" else ("", dtype)
-    if capability is None:
-        return "", dtype
-    shown = f"the GPU has CUDA capability {capability[0]}.{capability[1]}"
-    if dtype in ("bf16", "tf32") and capability < BF16_CAPABILITY:
-        can_fp16 = dtype == "bf16" and capability >= FP16_CAPABILITY
-        return f"{dtype} needs 8.0 and {shown}", "fp16" if can_fp16 else "fp32"
-    if dtype == "fp16" and capability < FP16_CAPABILITY:
-        return f"fp16 needs 7.0 and {shown}", "fp32"
-    return "", dtype
 
 
 # ---------------------------------------------------------------- workers
@@ -510,20 +452,12 @@ def _check_requested(
 
 def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str, int]:
     """{host: workers}: GPUs node by node, the node with the most GPUs first; CPU nodes in turn."""
-    counts: dict[str, int] = {}
     if machines.on_gpu:
-        left = workers
-        for node, devices in sorted(machines.pool, key=lambda pair: -len(pair[1])):
-            assigned = min(left, len(devices))
-            if assigned:
-                counts[node.host] = counts.get(node.host, 0) + assigned
-            left -= assigned
-        return counts
+        nodes = sorted(machines.pool, key=lambda pair: -len(pair[1]))
+        hosts = [node.host for node, devices in nodes for _ in devices][:workers]
+        return dict(Counter(hosts))
     hosts = [node.host for node in inventory.nodes if node.cpus > 0] or [inventory.nodes[0].host]
-    for rank in range(workers):
-        host = hosts[rank % len(hosts)]
-        counts[host] = counts.get(host, 0) + 1
-    return counts
+    return dict(Counter(hosts[rank % len(hosts)] for rank in range(workers)))
 
 
 def allowed_bytes(cluster: ClusterConfig, machines: DevicePool, inventory: Inventory, *, workers: int) -> int | None:
@@ -555,12 +489,8 @@ def choose_threads(
     scale: ScaleConfig, counts: dict[str, int], machines: DevicePool, inventory: Inventory, warnings: list[str],
     *, other_processes: Mapping[str, int] | None = None,
 ) -> Resolved:  # fmt: skip
-    """CPU threads of each process, the same for all: equal thread counts give bit-identical sums.
-
-    Args:
-        counts: workers of each node.
-        other_processes: other processes of each node, such as expert hosts.
-    """
+    """CPU threads of each process, the same for all: equal thread counts give bit-identical sums. `counts` are the
+    workers of each node, `other_processes` the others, such as expert hosts."""
     cores = cores_of(inventory)
     others = other_processes or {}
     totals = {name: counts.get(name, 0) + others.get(name, 0) for name in [*counts, *others]}
@@ -579,7 +509,7 @@ def choose_threads(
 
 
 def cores_of(inventory: Inventory) -> dict[str, int]:
-    cores: dict[str, int] = {}
+    cores = Counter[str]()
     for node in inventory.nodes:
-        cores[node.host] = cores.get(node.host, 0) + node.cpus
-    return cores
+        cores[node.host] += node.cpus
+    return dict(cores)

@@ -50,11 +50,8 @@ ShareOut = Callable[[int], Sequence[HeldExperts]]
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that parameters take in the process that trains them.
-
-    Weights, gradients and optimizer moments are in the master format (4 bytes, fp64: 8); half precision adds a cast
-    copy of the weights.
-    """
+    """Bytes that parameters take in the process that trains them, all but the copy of the weights in half precision in
+    the master format (4 bytes, fp64: 8)."""
 
     weights: int
     gradients: int
@@ -107,21 +104,17 @@ def estimate_bytes(
     Args:
         resident: bytes of data kept on the device.
         on_gpu: the memory is a GPU's, which does not hold the process itself.
-        hosts: where the experts are, from `choose_hosts`.
         share_out: None where the sizes of the experts are unknown.
         sharded: each worker holds its rows of every tensor (`scale.strategy: fsdp`).
         recomputed: blocks are recomputed in backward (`loop.activation_checkpointing`).
     """
     place = hosts.value
     if model_facts is None:
-        unknown, none = Deferred(AFTER_MODEL), Resolved(None, "no separate hosts")
-        return {
-            "parameters": unknown,
-            "memory": unknown,
-            "experts": none if place == "none" else unknown,
-            "host_memory": none if place in ("none", 0, "colocated") else unknown,
-            "checkpoint_bytes": unknown,
-        }
+        none = Resolved(None, "no separate hosts")
+        known: dict[str, Choice] = {} if place not in ("none", 0, "colocated") else {"host_memory": none}
+        known |= {"experts": none} if place == "none" else {}
+        names = ("parameters", "memory", "experts", "host_memory", "checkpoint_bytes")
+        return {**dict.fromkeys(names, Deferred(AFTER_MODEL)), **known}
     dtype, facts, held = widest(precision), model_facts.experts, []
     if facts is not None and share_out is not None and place not in ("none", 0):
         hosts_of_their_own = sum(place.values()) if isinstance(place, dict) else place
@@ -135,11 +128,13 @@ def estimate_bytes(
     # an expert keeps nothing of its rows where its block is recomputed
     kept = 0 if facts is None or recomputed else scaled_bytes(rows * facts.kept_bytes_per_row, dtype)
     activations = micro * (model_facts.row_bytes(dtype, recomputed=recomputed) or 0)
-    parts = (
-        named(here, dtype)
-        if not sharded
-        else _sharded(model_facts, here, dtype, workers=workers, overlap=on_gpu and workers > 1)
-    )
+    parts = named(here, dtype)
+    if sharded:  # each worker has its rows of every tensor
+        overlap = on_gpu and workers > 1
+        parts.popitem()  # a copy of the weights is made of what is gathered
+        parts = {f"{name} / {workers}": -(-size // workers) for name, size in parts.items()}
+        title = "a gathered block and the next one" if overlap else "a gathered block"
+        parts[title] = gathered_bytes(model_facts, dtype=dtype, overlap=overlap) or 0
     if held and place == "colocated":
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
@@ -169,14 +164,6 @@ def estimate_bytes(
 def widest(precision: Choice) -> str:
     """The format of the estimate: where formats are compared at the start, fp32, which needs the most memory."""
     return "fp32" if "fp32" in precision.candidates else str(precision.candidates[0])
-
-
-def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int, overlap: bool) -> dict[str, int]:
-    """Bytes of one of `workers` workers, each with its rows of every tensor; `overlap` as in `gathered_bytes`."""
-    kept = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
-    shares = {f"{name} / {workers}": -(-size // workers) for name, size in kept.items()}
-    title = "a gathered block and the next one" if overlap else "a gathered block"
-    return {**shares, title: gathered_bytes(facts, dtype=dtype, overlap=overlap) or 0}
 
 
 def named(used: StateBytes, dtype: str) -> dict[str, int]:
@@ -213,9 +200,9 @@ def _experts(
         shown = [f"{name} {n}: {count}, {size_text(used)}" for n, (count, used) in enumerate(filled)]
         return Resolved(f"{number} on {len(held)} {name}s", f"{'; '.join(shown)}; {each}")
     few, many = min(filled, key=lambda pair: pair[1]), max(filled, key=lambda pair: pair[1])
-    span = f"{few[0]} to {many[0]} on each, {size_text(few[1])} to {size_text(many[1])}"
-    if few == many:
-        span = f"{many[0]} on each, {size_text(many[1])}"
+    span = f"{many[0]} on each, {size_text(many[1])}"
+    if few != many:
+        span = f"{few[0]} to {many[0]} on each, {size_text(few[1])} to {size_text(many[1])}"
     return Resolved(f"{number} on {len(held)} {name}s", f"{span}; {each}")
 
 
@@ -226,10 +213,8 @@ def least_parts(
     """The bytes that a worker certainly needs to train one row, by name. Only half of the estimated activations of a
     row count, since the estimate is for fp32 (a GPT measured 1.00 times the estimate in fp32, 0.64 times in bf16).
 
-    Args:
-        recomputed: blocks keep no activations (`loop.activation_checkpointing`).
-        remote: the experts, and what they keep of a row, are in other processes.
-        shards: number of workers that the model's state is divided over.
+    `remote`: the experts, and what they keep of a row, are in other processes. `shards`: number of workers that the
+    model's state is divided over.
     """
     parts = {} if on_gpu else {"the process": LEAST_PROCESS_BYTES}
     if model_facts is None:
@@ -248,16 +233,11 @@ def check_limit(
     limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool,
     hosts: Resolved | None = None, shards: int = 1, one_row: Choice | None = None, key: str = "cluster.memory_limit",
 ) -> None:  # fmt: skip
-    """Refuses a memory limit below what a worker certainly needs.
+    """Refuses a memory limit, set by `key`, below what a worker certainly needs.
 
     Args:
         hosts: where the experts are; None: in the workers.
-        shards: see `least_parts`.
         one_row: the estimate for a worker with one row, for the message.
-        key: the key that sets the limit.
-
-    Raises:
-        InputError: `limit` is too small.
     """
     away = hosts is not None and hosts.value not in ("none", 0)
     parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, remote=away, shards=shards)
@@ -275,11 +255,7 @@ def check_limit(
 
 def warn_over_budget(allowed: int | None, estimate: Choice, one_row: Choice, *, measured: bool) -> list[str]:
     """A warning if the estimate is above what a worker may use. It is not an error, since it is only an estimate.
-
-    Args:
-        estimate, one_row: bytes of a worker as planned, and with one row at a time.
-        measured: the micro-batch is measured at the start.
-    """
+    `measured`: the micro-batch is measured at the start."""
     planned, smallest = estimate.value_or(0), one_row.value_or(0)
     if allowed is None or planned <= allowed:
         return []
@@ -308,14 +284,9 @@ def reason_to_measure(
 def advise_activation_checkpointing(
     model_facts: ModelFacts | None, memory: Choice, allowed: int | None, loop: LoopConfig, *, rows: int
 ) -> list[str]:
-    """Advice to set `loop.activation_checkpointing` if activations fill much of a worker's memory.
-
-    Args:
-        rows: number of rows whose activations a worker keeps at the same time.
-    """
-    if loop.activation_checkpointing or model_facts is None or not model_facts.blocks:
-        return []
-    if allowed is None:
+    """Advice to set `loop.activation_checkpointing` if the activations of the `rows` that a worker keeps at the same
+    time fill much of its memory."""
+    if loop.activation_checkpointing or model_facts is None or not model_facts.blocks or allowed is None:
         return []
     kept = rows * (model_facts.activation_bytes_per_sample or 0)
     estimated = memory.value_or(0)
@@ -334,14 +305,7 @@ UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recov
 
 
 def hosts_under_fsdp(requested: Any) -> Resolved:
-    """Where the experts are: sharded like the rest of the model.
-
-    Args:
-        requested: `experts.hosts`.
-
-    Raises:
-        InputError: expert hosts are configured.
-    """
+    """Where the experts are: sharded like the rest of the model. Raises InputError if expert hosts are configured."""
     if requested in (0, "auto"):
         return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
     raise InputError(

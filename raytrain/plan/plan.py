@@ -86,12 +86,9 @@ from raytrain.runs.storage import join
 class Plan:
     """What a run will do; written to the run folder as plan.json and passed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`, or None where it does not apply: `inflight` without remote experts,
-    `overlap` where nothing can overlap, `best_saves` without evaluations, `compile`, `cudnn_benchmark` and
-    `sync_batchnorm` where they are off, `processes_per_gpu` where each has a whole GPU, `shares` where equal shares are
-    configured, `fp32_layers` where none is configured, `resident_rows` unless only a part of the rows is kept on the
-    device. `warnings` lists each fall-back and each doubtful setting; `config` is the full configuration with its
-    defaults, `sources` says where each dotted key of it came from (default, recipe, file, python or command line).
+    Every choice is a `Resolved` or a `Deferred`, or None where it does not apply. `warnings` lists each fall-back and
+    each doubtful setting; `config` is the full configuration with its defaults, `sources` says where each dotted key of
+    it came from (default, recipe, file, python or command line).
     """
 
     mode: Choice
@@ -231,8 +228,7 @@ class PlanInputs:
     def estimate(
         self, machines: DevicePool, precision: Choice, *, workers: int, hosts: Resolved, rows: int, resident: int = 0
     ) -> dict[str, Choice]:
-        """`estimate_bytes` of this job, with `rows` rows whose activations a worker keeps at the same time and
-        `resident` bytes of data on its device."""
+        """`estimate_bytes` of this job, with `rows` whose activations a worker keeps at the same time."""
         return estimate_bytes(
             self.model_facts, self.optim, precision=precision, micro=rows, resident=resident, on_gpu=machines.on_gpu,
             workers=workers, hosts=hosts, share_out=self.share_out, sharded=self.sharded, recomputed=self.recomputed,
@@ -269,7 +265,14 @@ def make_plan(inputs: PlanInputs) -> Plan:
     machines = share_gpus(scale, choose_devices(scale, inventory, warnings), inputs.experts_hosts, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     alone = replace(alone, reason=why_one or alone.reason)
-    workers, hosts = _workers_and_hosts(inputs, machines, alone=alone)
+    requested, why_hosts = inputs.experts_hosts, None
+    if requested == "auto" and scale.strategy not in ("data_parallel", "fsdp"):
+        fits = partial(inputs.fits, machines, choose_precision(inputs.precision, machines, inventory, []))
+        chosen = choose_auto_hosts(model_facts, scale, machines, workers=alone.value, fits=fits)
+        requested, why_hosts = chosen.value, chosen.reason
+    workers = leave_gpus_to_hosts(alone, requested, scale, machines, inventory)
+    hosts = choose_hosts(requested, scale, machines, inventory, workers=workers.value)
+    hosts = replace(hosts, reason=why_hosts or hosts.reason)
     left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(inputs, machines, left, workers, hosts, warnings)
     precision = choices["precision"]
@@ -313,19 +316,6 @@ def make_plan(inputs: PlanInputs) -> Plan:
         files=Resolved(join(inputs.save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
         inventory=inventory.to_json(),
     )  # fmt: skip
-
-
-def _workers_and_hosts(inputs: PlanInputs, machines: DevicePool, *, alone: Resolved) -> tuple[Resolved, Resolved]:
-    """The numbers of workers and of expert hosts; `alone` are the workers without hosts."""
-    scale, inventory, requested, chosen = inputs.scale, inputs.inventory, inputs.experts_hosts, None
-    if requested == "auto" and scale.strategy not in ("data_parallel", "fsdp"):
-        precision = choose_precision(inputs.precision, machines, inventory, [])
-        fits = partial(inputs.fits, machines, precision)
-        chosen = choose_auto_hosts(inputs.model_facts, scale, machines, workers=alone.value, fits=fits)
-        requested = chosen.value
-    workers = leave_gpus_to_hosts(alone, requested, scale, machines, inventory)
-    hosts = choose_hosts(requested, scale, machines, inventory, workers=workers.value)
-    return workers, hosts if chosen is None else Resolved(hosts.value, chosen.reason)
 
 
 def _machine_choices(

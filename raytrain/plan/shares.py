@@ -30,16 +30,13 @@ SPLITS = 8
 class Shares:
     """The measured speed of every worker, one entry per rank.
 
-    Attributes:
-        micro_batch: `loop.micro_batch_size` at the time of the measurement: rows are assigned in units of it. If it
-            shrinks later, `rows` shrink in proportion.
-        rows: the most rows of one pass of each worker.
-        pass_s: seconds of one such pass; only their ratios matter.
+    `micro_batch` is `loop.micro_batch_size` at the time of the measurement: rows are assigned in units of it. If it
+    shrinks later, `rows` shrink in proportion.
     """
 
     micro_batch: int
-    rows: tuple[int, ...]
-    pass_s: tuple[float, ...]
+    rows: tuple[int, ...]  # the most rows of one pass of each worker
+    pass_s: tuple[float, ...]  # seconds of one such pass; only their ratios matter
 
     def __post_init__(self) -> None:
         if not len(self.rows) == len(self.pass_s) > 0 or min(self.rows) < 1 or min(self.pass_s) <= 0:
@@ -76,10 +73,7 @@ def apportion(units: int, unit_s: tuple[float, ...]) -> tuple[int, ...]:
     """Divides `units` equal units among the workers so that the last worker finishes as early as possible.
 
     Units are assigned one by one, each to the worker that would finish it first (of equals the lowest rank). No other
-    division finishes earlier.
-
-    Args:
-        unit_s: seconds of one unit on each worker; only their ratios matter.
+    division finishes earlier. `unit_s` are the seconds of one unit on each worker; only their ratios matter.
     """
     assigned = [0] * len(unit_s)
     ready = [(seconds, rank) for rank, seconds in enumerate(unit_s)]
@@ -96,11 +90,8 @@ def slowest_s(number: Sequence[int], each_s: Sequence[float]) -> float:
 
 
 def gain_over_equal(shares: Shares, *, total: int, plain_s: Sequence[float]) -> float:
-    """How many times as fast a window of `total` rows is as with equal shares.
-
-    Args:
-        plain_s: of each worker, seconds of a pass of `shares.micro_batch` rows.
-    """
+    """How many times as fast a window of `total` rows is as with equal shares, where each worker takes `plain_s` for a
+    pass of `shares.micro_batch` rows."""
     units = -(-total // shares.micro_batch)
     equal = slowest_s(apportion(units, (1.0,) * len(plain_s)), plain_s)
     own = tuple(shares.micro_batch * seconds for seconds in shares.row_s)
@@ -129,16 +120,12 @@ def choose_shares(
     scale: ScaleConfig, loop: LoopConfig, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
     hosts: Resolved,
 ) -> Choice | None:  # fmt: skip
-    """Micro-batches of each worker; None if `scale.shares` is equal.
-
-    Args:
-        choices: workers and accumulation are read.
-    """
+    """Micro-batches of each worker; None if `scale.shares` is equal."""
     if scale.shares == "equal":
         return None
     if scale.strategy == "fsdp":
         return Resolved("equal", "scale.strategy fsdp: every block of every pass is a collective of all workers")
-    workers = _value(choices, "workers")
+    workers, accumulation = (choices[name].value_or(1) for name in ("workers", "accumulation"))
     if workers == 1:
         return Resolved("equal", "there is one worker")
     if hosts.value not in ("none", 0):
@@ -146,7 +133,7 @@ def choose_shares(
             "equal", "with experts outside the workers each pass waits for all workers: more passes on one worker would"
             " make the others wait; experts.hosts 0 keeps the experts in every worker",
         )  # fmt: skip
-    if loop.micro_batch_size != "auto" and _value(choices, "accumulation") == 1:
+    if loop.micro_batch_size != "auto" and accumulation == 1:
         return Resolved("equal", "each worker has at most one micro-batch: lower loop.micro_batch_size")
     kinds = Counter(gpu.name for gpu in worker_gpus(workers, machines, inventory))
     there = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
@@ -160,10 +147,6 @@ def worker_gpus(workers: int, machines: DevicePool, inventory: Inventory) -> lis
     return [gpu for host, number in counts.items() for gpu in there[host][:number]]
 
 
-def _value(choices: Mapping[str, Choice], name: str) -> Any:
-    return choices[name].value_or(1)
-
-
 # ---- scale.workers: [min, max]
 
 #: Room for more workers must last this long, so that nodes which arrive together cause one restart.
@@ -173,13 +156,7 @@ SHRINK_AFTER_S = 5.0
 
 
 class ElasticWorkers:
-    """Decides when a run continues with another number of workers.
-
-    Args:
-        bounds: (min, max) workers.
-        workers: their number now.
-        clock: seconds; replaced in tests.
-    """
+    """Decides when a run of `workers` within the bounds (min, max) continues with another number of them."""
 
     def __init__(self, bounds: tuple[int, int], workers: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._least, self._most, self._workers, self._clock = *bounds, workers, clock

@@ -33,14 +33,9 @@ def choose_speed(
 
 
 def choose_compile(
-    loop: LoopConfig,
-    strategy: Choice,
-    *,
-    missing: str | None,
-    warnings: list[str],
-    steps: int | None = None,
+    loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str], steps: int | None = None,
     on_gpu: bool = False,
-) -> Choice | None:
+) -> Choice | None:  # fmt: skip
     """The mode of torch.compile; "off" if these machines cannot compile, with a warning where a mode is configured.
     None if it is configured off; `auto` is left to a measurement where one can be made.
 
@@ -104,9 +99,6 @@ def _refuse_graphs_of_parts(loop: LoopConfig, strategy: Choice) -> None:
     Each part is a graph of its own, and the inputs of the second are the outputs of the first, which torch regards as
     those of an earlier run and refuses ("accessing tensor output of CUDAGraphs that has been overwritten",
     pytorch #152887), at the latest in the first evaluation.
-
-    Raises:
-        InputError: naming the key that divides the model.
     """
     planned = strategy.value_or(None)
     divided = [f"scale.strategy {planned}"] if planned in ("fsdp", "expert_parallel") else []

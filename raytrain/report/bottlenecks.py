@@ -25,11 +25,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "good")
 
 @dataclass(frozen=True)
 class Finding:
-    """One diagnosis: its title, the numbers that show it, and what to do about it ("" if nothing).
-
-    Attributes:
-        options: what to do, one a line, the best first; `remedy` introduces them.
-    """
+    """One diagnosis: its title, the numbers that show it, and what to do about it ("" if nothing): a sentence, which
+    introduces the options, if there are some, the best first."""
 
     severity: Severity
     title: str
@@ -39,7 +36,6 @@ class Finding:
 
 
 # ---------------------------------------------------------------- speed
-# Findings about time: what a step waits for, what the run spends its time on, and whether compilation pays.
 
 
 #: A step waits for data this much of its time: without the wait the run would be 1 / (1 - 0.15) = 18 % faster.
@@ -63,13 +59,26 @@ SHORT_STEP_S = 0.02
 def step_limits(records: RunRecords) -> list[Finding]:
     """Input-bound, a straggling worker, or bound by the exchange between workers."""
     rows = [row for row in records.train[len(records.train) // 2 :] if number(row.get("step_time_s"))]
+    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
     found = straggler(rows)
     data = share(rows, "data_time_s")
     if data is not None and data > DATA_SHARE and not found:
-        found.append(_transfer_bound(records, rows, data) or _input_bound(records, rows, data))
+        evidence = f"{data:.0%} of a step of {seconds(step)} is spent waiting for data"
+        found.append(_transfer_bound(records, rows, data, evidence) or _input_bound(records, rows, data, evidence))
     waiting = share(rows, "wait_time_s")
     if waiting is not None and waiting > WAIT_SHARE and not found:
-        found.append(_sync_bound(records, rows, waiting))
+        evidence = f"{waiting:.0%} of a step of {seconds(step)} is spent waiting for other processes, and no worker is "
+        evidence += "slower than the others"
+        hosts = percentile([_of(row, "transport_s") for row in rows], 0.5) or 0.0
+        evidence += f"; {seconds(hosts)} of it in the exchange with the experts" if hosts else ""
+        remedy = advice(
+            ("raise loop.global_batch_size", False),
+            ("set experts.hosts: 0, which replicates the experts", not hosts),
+            ("set scale.overlap: true", bool(records.planned("overlap"))),
+            ("use fewer workers", records.planned("workers") == 1),
+            ("choose a faster cluster.interface", False),
+        )
+        found.append(Finding("warning", "Sync-bound: steps wait for other workers", evidence, remedy))
     return found
 
 
@@ -111,7 +120,7 @@ def _of(row: Row, key: str) -> float:
     return number(row.get(key)) or 0.0
 
 
-def _transfer_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding | None:
+def _transfer_bound(records: RunRecords, rows: Sequence[Row], part: float, evidence: str) -> Finding | None:
     """The wait for data, where it is for copies to a GPU: most of them block, and the process itself hardly computes.
 
     A copy that blocks also waits for the kernels that were queued before it, so that none can be queued meanwhile.
@@ -124,11 +133,8 @@ def _transfer_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Fi
     cpu = percentile([_of(row, "data_cpu_share") for row in rows], 0.5) or 0.0
     if blocking <= tensors / 2 or cpu > part / 2:
         return None
-    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
-    evidence = (
-        f"{part:.0%} of a step of {seconds(step)} is spent waiting for data; the host waited for {blocking:,.0f} of "
-        f"{tensors:,.0f} copied tensors ({_of(last, 'bytes') / 1e6:,.1f} MB in all)"
-    )
+    evidence += f"; the host waited for {blocking:,.0f} of {tensors:,.0f} copied tensors "
+    evidence += f"({_of(last, 'bytes') / 1e6:,.1f} MB in all)"
     ahead = records.planned("storage") in ("resident", "pinned")
     remedy = advice(
         ("set data.storage: resident if the split fits, or pinned, whose copies do not block", ahead),
@@ -137,39 +143,16 @@ def _transfer_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Fi
     return Finding("warning", "Transfer-bound: steps wait for copies to the GPU", evidence, remedy)
 
 
-def _input_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding:
-    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
+def _input_bound(records: RunRecords, rows: Sequence[Row], part: float, evidence: str) -> Finding:
     cpu = percentile([_of(row, "data_cpu_share") for row in rows], 0.5) or 0.0
     inside = records.configured("data.loader_workers") in (0, "auto") and cpu > part / 2
-    evidence = f"{part:.0%} of a step of {seconds(step)} is spent waiting for data"
     evidence += f", of which the training process itself computes {cpu / part:.0%}" if cpu > 0.01 else ""
     remedy = advice(
-        (
-            "set data.storage: resident if the split fits",
-            records.planned("storage") == "resident",
-        ),
+        ("set data.storage: resident if the split fits", records.planned("storage") == "resident"),
         ("raise data.loader_workers" if inside else "raise data.loader_workers and data.prefetch", False),
         ("make samples cheaper to read", False),
     )
     return Finding("warning", "Input-bound: steps wait for data", evidence, remedy)
-
-
-def _sync_bound(records: RunRecords, rows: Sequence[Row], part: float) -> Finding:
-    step = percentile([_of(row, "step_time_s") for row in rows], 0.5) or 0.0
-    evidence = (
-        f"{part:.0%} of a step of {seconds(step)} is spent waiting for other processes, and no worker is slower "
-        "than the others"
-    )
-    hosts = percentile([_of(row, "transport_s") for row in rows], 0.5) or 0.0
-    evidence += f"; {seconds(hosts)} of it in the exchange with the experts" if hosts else ""
-    remedy = advice(
-        ("raise loop.global_batch_size", False),
-        ("set experts.hosts: 0, which replicates the experts", not hosts),
-        ("set scale.overlap: true", bool(records.planned("overlap"))),
-        ("use fewer workers", records.planned("workers") == 1),
-        ("choose a faster cluster.interface", False),
-    )
-    return Finding("warning", "Sync-bound: steps wait for other workers", evidence, remedy)
 
 
 def utilisation(records: RunRecords) -> list[Finding]:
@@ -189,18 +172,14 @@ def utilisation(records: RunRecords) -> list[Finding]:
         return [Finding("good", "The GPUs are used", f"median utilisation: {text}")]
     step = percentile([_of(row, "step_time_s") for row in records.train], 0.5) or 0.0
     evidence = f"median utilisation: {text}, with steps of {seconds(step)}"
-    if step < SHORT_STEP_S:
-        return [Finding("info", "Steps are too short to fill a GPU", evidence, _fuller(records))]
-    return [Finding("info", "The GPUs are not fully used", evidence, _fuller(records))]
-
-
-def _fuller(records: RunRecords) -> str:
-    return advice(
+    title = "Steps are too short to fill a GPU" if step < SHORT_STEP_S else "The GPUs are not fully used"
+    remedy = advice(
         ("raise loop.micro_batch_size", records.planned("accumulation") == 1),
         ("raise loop.global_batch_size", records.planned("accumulation") not in (None, 1)),
         ("set loop.compile: reduce-overhead", records.configured("loop.compile") == "reduce-overhead"),
         ("see what the time account says of data and communication", False),
     )
+    return [Finding("info", title, evidence, remedy)]
 
 
 SAVE_BUDGET = 0.03

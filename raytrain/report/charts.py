@@ -1,4 +1,4 @@
-"""Charts of the report as inline SVG that stretches with the page: curves, loss curves, and heat maps of experts.
+"""Charts of the report as inline SVG that stretches with the page; `panel` and `line` describe those of `plots`.
 
 Used by all pages: run, comparison, search and inference.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import linear_regression
-from typing import Literal
+from typing import Any, Literal
 
-from cluster.wording import measured
+from cluster.wording import counted, measured
 from raytrain.report.records import percentile
 from raytrain.report.style import esc
 
@@ -43,6 +43,18 @@ class Mark:
     kind: Literal["restart", "checkpoint"] = "checkpoint"
 
 
+def panel(
+    title: str, y_label: str, series: list[dict[str, Any]], *, x_label: str = "step", kind: str = "line", **more: Any
+) -> dict[str, Any]:
+    """One panel of a plot spec."""
+    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": series, **more}
+
+
+def line(label: str, points: Sequence[tuple[Any, Any]], **more: Any) -> dict[str, Any]:
+    """One series of a panel."""
+    return {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points], **more}
+
+
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """A centred mean over about a thirtieth of the curve. At the ends, where the window loses one half, it is the
     straight line through what is left of it: a mean would lag there, and a narrower window would be noise."""
@@ -69,7 +81,6 @@ def chart(
     write: Callable[[float], str] = measured,
     tick: Callable[[float], str] | None = None,
     wide: bool = False,
-    note: str = "",
     at: Callable[[float], str] | None = None,
     x_label: str = "step",
     x_tick: Callable[[float], str] | None = None,
@@ -77,42 +88,43 @@ def chart(
     """A figure with axes, gridlines, legend and tooltips; "" if no curve has a point.
 
     Args:
-        from_zero: start the y axis at zero.
-        write: formats a y value in a tooltip.
-        tick: formats a y value at the axis.
+        write, tick: format a y value in a tooltip, and at the axis.
         wide: span both columns of the page.
-        note: a line below the title.
-        at: formats an x value in a tooltip; None where x counts steps.
-        x_label: names the x axis.
-        x_tick: formats an x value at the axis.
+        at, x_tick: format an x value in a tooltip, and at the axis; None where x counts steps.
     """
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return ""
-    xs = [x for curve in curves for x, _ in curve.points]
-    left, right = min(xs), max(xs)
+    steps = sorted({x for curve in curves for x, _ in curve.points})
+    left, right = steps[0], steps[-1]
     if left == right:
         left, right = left - 0.5, right + 0.5
     low, high, above = _y_range(curves, from_zero=from_zero)
     frame = _Frame(left, right, low, high)
     x_ticks = [x for x in ticks(left, right, 6) if at is not None or float(x).is_integer()]
     y_ticks = ticks(low, high, 5)
-    if above:
-        note = f"{note} {above} point{'s' if above > 1 else ''} above the axis.".strip()
+    note = f"<p class=note>{counted(above, 'point')} above the axis.</p>" if above else ""
     lines = "".join(_svg_curve(curve, frame) for curve in curves)
     grid = "".join(f'<path class="grid" d="M0 {frame.y(y):.1f}H1000"/>' for y in y_ticks)
-    stems = "".join(_svg_mark(mark, frame) for mark in marks if left <= mark.x <= right)
-    named = [(f"{curve.colour} {curve.style}", curve.label) for curve in curves if curve.style != "faint"]
-    named += sorted({(mark.kind, mark.kind) for mark in marks if left <= mark.x <= right})
+    marks = [mark for mark in marks if left <= mark.x <= right]
+    tops = {"restart": 0, "checkpoint": 970}
+    stems = "".join(f'<path class="{mark.kind}" d="M{frame.x(mark.x):.1f} {tops[mark.kind]}V1000"/>' for mark in marks)
+    drawn = [curve for curve in curves if curve.style != "faint"]
+    named = [(f"{curve.colour} {curve.style}", curve.label) for curve in drawn]
+    named += sorted({(mark.kind, mark.kind) for mark in marks})
+    tick, x_tick = tick or short, x_tick or short
+    labels = [f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks]
+    labels += [f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks]
+    values = "; ".join(f"{one.label} from {write(one.points[0][1])} to {write(one.points[-1][1])}" for one in drawn)
     legend = "".join(f'<span><i class="key {kind}"></i>{esc(label)}</span>' for kind, label in named)
     return (
         f'<figure class="chart{" wide" if wide else ""}"><figcaption><span class="title">{esc(title)}</span>'
-        f'<span class="legend">{legend}</span></figcaption>{f"<p class=note>{esc(note)}</p>" if note else ""}'
+        f'<span class="legend">{legend}</span></figcaption>{note}'
         f'<div class="plot"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
-        f'aria-label="{esc(_aria_label(title, curves, write))}">{grid}<path class="axis" d="M0 1000H1000"/>'
-        f"{stems}{lines}</svg>{_labels(x_ticks, y_ticks, frame, tick or short, x_tick or short)}"
+        f'aria-label="{esc(title)}: {esc(values)}">{grid}<path class="axis" d="M0 1000H1000"/>'
+        f"{stems}{lines}</svg>{''.join(labels)}"
         f'<span class="xl">{esc(x_label)}</span>'
-        f"{_bands(curves, marks, frame, write, at or _step)}</div></figure>"
+        f"{_bands(drawn, steps, marks, frame, write, at or (lambda x: f'step {int(x):,}'))}</div></figure>"
     )
 
 
@@ -189,40 +201,17 @@ def _svg_curve(curve: Curve, frame: _Frame) -> str:
     path = f'<path class="dot {curve.colour}" d="{dots}"/>' if curve.style == "dots" or len(places) == 1 else ""
     if len(places) > 1:
         ends = [0, *(bisect_left(thinned, gap, key=lambda point: point[0]) for gap in curve.gaps), len(places)]
-        joined = "".join(_joined(places[start:end]) for start, end in pairwise(ends))
+        parts = ["L".join(f"{x:.1f} {y:.1f}" for x, y in places[start:end]) for start, end in pairwise(ends)]
+        joined = "".join(f"M{part}{'' if 'L' in part else 'h0'}" for part in parts if part)
         path = f'<path class="{"line" if curve.style == "dots" else curve.style} {curve.colour}" d="{joined}"/>{path}'
     return path
 
 
-def _joined(places: Sequence[Point]) -> str:
-    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    return f"M{line}{'h0' if len(places) == 1 else ''}" if line else ""
-
-
-def _svg_mark(mark: Mark, frame: _Frame) -> str:
-    top = 0 if mark.kind == "restart" else 970
-    return f'<path class="{mark.kind}" d="M{frame.x(mark.x):.1f} {top}V1000"/>'
-
-
-def _labels(
-    x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str],
-    x_tick: Callable[[float], str],
-) -> str:  # fmt: skip
-    ys = (f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks)
-    xs = (f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks)
-    return "".join(ys) + "".join(xs)
-
-
-def _step(value: float) -> str:
-    return f"step {int(value):,}"
-
-
 def _bands(
-    curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write: Callable[[float], str],
-    at: Callable[[float], str],
+    curves: Sequence[Curve], steps: Sequence[float], marks: Sequence[Mark], frame: _Frame,
+    write: Callable[[float], str], at: Callable[[float], str],
 ) -> str:  # fmt: skip
     """Hover bands over the plot, each with a vertical line and the values at its step."""
-    steps = sorted({x for curve in curves for x, _ in curve.points})
     if len(steps) > _BANDS:
         steps = [steps[round(index * (len(steps) - 1) / (_BANDS - 1))] for index in range(_BANDS)]
     places = [frame.x(step) / 10 for step in steps]
@@ -231,7 +220,7 @@ def _bands(
         start = (places[index - 1] + place) / 2 if index else 0.0
         end = (place + places[index + 1]) / 2 if index + 1 < len(places) else 100.0
         side = "r" if place > 50 else "l"
-        rows = "".join(_reading(curve, step, write) for curve in curves if curve.style != "faint")
+        rows = "".join(_reading(curve, step, write) for curve in curves)
         hair = 100 * (place - start) / (end - start) if end > start else 0
         near = [mark.label for mark in marks if start <= frame.x(mark.x) / 10 < end]
         events = "".join(f"<br>{esc(label)}" for label in near[:2])
@@ -248,12 +237,3 @@ def _reading(curve: Curve, step: float, write: Callable[[float], str]) -> str:
     if index < 0:
         return ""
     return f'<br><i class="key {curve.colour}"></i>{esc(curve.label)} {esc(write(curve.points[index][1]))}'
-
-
-def _aria_label(title: str, curves: Sequence[Curve], write: Callable[[float], str]) -> str:
-    ranges = [
-        f"{curve.label} from {write(curve.points[0][1])} to {write(curve.points[-1][1])}"
-        for curve in curves
-        if curve.style != "faint"
-    ]
-    return f"{title}: {'; '.join(ranges)}"

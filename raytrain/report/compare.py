@@ -13,7 +13,7 @@ from raytrain.report.charts import Curve, chart, smoothed
 from raytrain.report.figures import summarise
 from raytrain.report.page import TONES
 from raytrain.report.records import RunRecords, read_records, series
-from raytrain.report.style import esc, page
+from raytrain.report.style import card, esc, finding, page
 from raytrain.report.tables import label, shown, table
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
@@ -49,51 +49,46 @@ _FOLDER, _LONGEST = "comparisons", 120
 
 
 def compare(runs: Sequence[RunFolder]) -> str:
-    """Writes the page into `comparisons/` beside the first run, and returns its path.
-
-    Errors: RunError if the folder cannot be written.
-    """
+    """Writes the page into `comparisons/` beside the first run, and returns its path. Raises RunError if the folder
+    cannot be written."""
     records = [read_records(run) for run in runs]
     beside, _, first = runs[0].path.rstrip("/").rpartition("/")
     others = "-".join(run.path.rstrip("/").rpartition("/")[2] for run in runs[1:])
     name = f"{first}-{others}"[:_LONGEST]
     store = open_store(join(beside, _FOLDER))
     store.make_dir("")
-    links = [_link(run.path, beside) for run in runs]
+    places = [run.path.rstrip("/").rpartition("/") for run in runs]
+    # the reports as seen from the folder of comparisons; "" where a run is not in the same folder of runs
+    links = [f"../{quote(name)}/report/report.html" if parent == beside else "" for parent, _, name in places]
     store.write_bytes(f"{name}.html", compare_page(records, links).encode("utf-8", "replace"))
     return join(beside, f"{_FOLDER}/{name}.html")
-
-
-def _link(path: str, beside: str) -> str:
-    """The report of a run as seen from the folder of comparisons; "" where it is not in the same folder of runs."""
-    parent, _, name = path.rstrip("/").rpartition("/")
-    return f"../{quote(name)}/report/report.html" if parent == beside else ""
 
 
 def compare_page(runs: Sequence[RunRecords], links: Sequence[str] = ()) -> str:
     """Several runs on one page; figures that no run has are left out. `links` are the addresses of their reports."""
     names = [records.name for records in runs]  # those of different directories may be the same
     names = [f"{name} ({index + 1})" if names.count(name) > 1 else name for index, name in enumerate(names)]
-    notes = "".join(
-        f'<article class="card finding warning"><span class="badge">warning</span><b>{esc(title)}</b>'
-        f"<p>{esc(text)}</p></article>"
-        for title, text in not_comparable(runs, names)
+    notes = "".join(finding("warning", title, text) for title, text in not_comparable(runs, names))
+    meta = "".join(
+        f'<span><a href="{esc(link)}">{esc(name)}</a></span>' if link else f"<span>{esc(name)}</span>"
+        for name, link in zip_longest(names, links[: len(names)], fillvalue="")
     )
-    linked = (_titled(name, link) for name, link in zip_longest(names, links[: len(names)], fillvalue=""))
-    meta = "".join(f"<span>{link}</span>" for link in linked)
+    train, evals = [], []
+    for index, (name, records) in enumerate(zip(names, runs, strict=True)):
+        colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
+        train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
+        evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
+    curves = chart("Training loss", train, wide=True, write=loss_text)
+    curves += chart("Eval loss", evals, wide=True, write=loss_text)
     body = (
         f'<header><p class="brand">raytrain report</p><h1>{len(runs)} runs compared</h1>'
         f'<p class="meta">{meta}</p></header>'
         + (f'<section><div class="findings tiles-gap">{notes}</div></section>' if notes else "")
         + f"<section><h2>What differs in their jobs</h2>{_differences(runs, names)}</section>"
         + f"<section><h2>Key figures</h2>{_figures([summarise(records) for records in runs], names)}</section>"
-        + f'<section><h2>Loss</h2><div class="charts">{_charts(runs, names)}</div></section>'
+        + f'<section><h2>Loss</h2><div class="charts">{curves}</div></section>'
     )
     return page("Runs compared - raytrain", body)
-
-
-def _titled(name: str, link: str) -> str:
-    return f'<a href="{esc(link)}">{esc(name)}</a>' if link else esc(name)
 
 
 def differing_keys(runs: Sequence[RunRecords]) -> list[str]:
@@ -133,19 +128,7 @@ def _differences(runs: Sequence[RunRecords], heads: Sequence[str]) -> str:
     if not rows:
         return '<p class="note">Nothing: all keys have the same values.</p>'
     columns = [("Key", "k"), *((head, "v") for head in heads)]
-    return f'<div class="card">{table(columns, rows)}</div>'
-
-
-def _charts(runs: Sequence[RunRecords], names: Sequence[str]) -> str:
-    train, evals = [], []
-    for index, (name, records) in enumerate(zip(names, runs, strict=True)):
-        colour, points = f"c{index % 8 + 1}", series(records.train, "loss")
-        train.append(Curve(name, smoothed(points) if len(points) > 30 else points, colour))
-        evals.append(Curve(name, series(records.evals, "loss"), colour, "dots"))
-    return "".join(
-        chart(title, curves, wide=True, write=loss_text)
-        for title, curves in (("Training loss", train), ("Eval loss", evals))
-    )
+    return card(table(columns, rows))
 
 
 def _figures(summaries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
@@ -161,7 +144,7 @@ def _figures(summaries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
         rows.append([esc(label(key)), *(cell + change for cell, change in zip(cells, relative, strict=True))])
     note = "Percentages are relative to the first run; green is better."
     columns = [("Figure", "k"), *((name, "v") for name in names)]
-    return f'<div class="card">{table(columns, rows)}</div><p class="note">{note}</p>'
+    return f'{card(table(columns, rows))}<p class="note">{note}</p>'
 
 
 def _relative(key: str, summary: dict[str, Any], first: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ Reads the rows of experts.jsonl and the `placement` events; a row whose shape di
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +28,13 @@ LATE = 0.25
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """The rows of each expert in each log interval of a run.
+    """The rows of each expert in each log interval of a run."""
 
-    Attributes:
-        begin: the step before the first interval.
-        ends: last step of each interval.
-        layers: [interval][layer][expert] rows.
-        last_used: [layer][expert] step of its last row, None = never.
-        empty: places for experts that come and go in which none was at the end.
-    """
-
-    begin: int
-    ends: list[int]
-    layers: list[list[list[int]]]
-    last_used: list[list[int | None]]
-    empty: frozenset[Name] = frozenset()
+    begin: int  # the step before the first interval
+    ends: list[int]  # last step of each interval
+    layers: list[list[list[int]]]  # [interval][layer][expert] rows
+    last_used: list[list[int | None]]  # [layer][expert] step of its last row, None = never
+    empty: frozenset[Name] = frozenset()  # places for experts that come and go in which none was at the end
 
     @property
     def totals(self) -> list[list[int]]:
@@ -66,38 +59,6 @@ class ExpertLoads:
         sizes = [len(rows) - sum(place[0] == layer for place in self.empty) for layer, rows in enumerate(self.late())]
         pairs = zip(self.late(), sizes, strict=True)
         return [max(rows) * size / sum(rows) if sum(rows) else 1.0 for rows, size in pairs]
-
-
-@dataclass(frozen=True)
-class ExpertPlaces:
-    """The placement of experts, from the last `placement` event.
-
-    Attributes:
-        copies: [layer][expert] hosts, home first.
-        bytes, names: of each host.
-        rows, busy_s: of each host over the last intervals; empty where unknown.
-    """
-
-    version: int
-    copies: list[list[list[int]]]
-    bytes: list[int]
-    names: list[str]
-    rows: list[int]
-    busy_s: list[float]
-
-    def homes(self) -> list[int]:
-        return self._count(slice(0, 1))
-
-    def replicas(self) -> list[int]:
-        return self._count(slice(1, None))
-
-    def _count(self, part: slice) -> list[int]:
-        found = [0] * len(self.names)
-        for layer in self.copies:
-            for hosts in layer:
-                for host in hosts[part]:
-                    found[host] += 1
-        return found
 
 
 def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
@@ -140,8 +101,9 @@ def _shape(row: Row) -> list[int]:
     return [len(layer) for layer in layers] if good else []
 
 
-def housing_of(records: RunRecords) -> ExpertPlaces | None:
-    """The placement of experts; None if every worker, or a single process, holds all of them."""
+def device_spec(records: RunRecords) -> dict[str, Any] | None:
+    """The data of expert_device_distribution.png, from the last `placement` event; None if every worker, or a single
+    process, holds all experts. `rows` and `busy_s` of each host are those of the last intervals, [] where unknown."""
     found = [row for row in records.of_kind("placement") if (number(row.get("num_hosts")) or 0) > 1]
     if not found:
         return None
@@ -150,19 +112,24 @@ def housing_of(records: RunRecords) -> ExpertPlaces | None:
     inside = all(isinstance(at, int) and 0 <= at < hosts for layer in copies for own in layer for at in listed(own))
     if not copies or not inside:
         return None
+    homes = Counter(own[0] for layer in copies for own in layer if own)
+    replicas = Counter(host for layer in copies for own in layer for host in own[1:])
     taken = [int(number(size) or 0) for size in listed(row.get("bytes"))]
     late = [mapping(one.get("hosts")) for one in records.loads[-max(1, round(LATE * len(records.loads))) :]]
     by_host = [[sum(column) for column in zip(*listed(one.get("rows")), strict=False)] for one in late]
     place = "worker" if records.planned("hosts") == "colocated" else "host"
     devices = [str(name) for name in listed(row.get("devices"))] + [""] * hosts
-    return ExpertPlaces(
-        version=int(number(row.get("version")) or 0),
-        copies=copies,
-        bytes=(taken + [0] * hosts)[:hosts],
-        names=[f"{place} {host}" + (f" ({devices[host]})" if devices[host] else "") for host in range(hosts)],
-        rows=[int(total) for total in _summed(by_host, hosts)],
-        busy_s=_summed([listed(one.get("busy_s")) for one in late], hosts),
-    )
+    return {
+        "title": records.name,
+        "version": int(number(row.get("version")) or 0),
+        "names": [f"{place} {host}" + (f" ({devices[host]})" if devices[host] else "") for host in range(hosts)],
+        "homes": [homes[host] for host in range(hosts)],
+        "replicas": [replicas[host] for host in range(hosts)],
+        "bytes": (taken + [0] * hosts)[:hosts],
+        "rows": [int(total) for total in _summed(by_host, hosts)],
+        "busy_s": _summed([listed(one.get("busy_s")) for one in late], hosts),
+        "copies": copies,
+    }
 
 
 def _summed(rows: Sequence[Sequence[float]], hosts: int) -> list[float]:
@@ -176,61 +143,32 @@ def activation_spec(records: RunRecords) -> dict[str, Any] | None:
     loads = loads_of(records)
     if loads is None:
         return None
-    edges, bins = _binned(loads)
+    width = -(-len(loads.ends) // BINS)
+    starts = range(0, len(loads.ends), width)
+    bins = [added(loads.layers[start : start + width]) for start in starts]  # [bin][layer][expert] rows
     number_of = len(loads.last_used)
     drawn = list(range(number_of))
     if number_of > LAYERS_DRAWN:
         drawn = [*range(LAYERS_DRAWN // 2), *range(number_of - LAYERS_DRAWN // 2, number_of)]
-    totals = loads.totals
-    panels = [
-        {
-            "layer": layer,
-            "over_time": [_even_shares([one[layer][expert] for one in bins], [sum(one[layer]) for one in bins], size)
-                          for expert in range(size)],
-            "totals": totals[layer],
-            "last_used": loads.last_used[layer],
-        }
-        for layer in drawn
-        if (size := len(totals[layer]))
-    ]  # fmt: skip
-    # An expert whose last use is not after this step counts as dead.
+    panels = []
+    for layer in drawn:
+        sums = [sum(rows[layer]) for rows in bins]
+        size = len(loads.last_used[layer])
+        over_time = [
+            [rows[layer][expert] * size / total if total else 0.0 for rows, total in zip(bins, sums, strict=True)]
+            for expert in range(size)
+        ]
+        if size:
+            panels.append({"layer": layer, "over_time": over_time, "totals": loads.totals[layer],
+                           "last_used": loads.last_used[layer]})  # fmt: skip
     late = max(1, round(LATE * len(loads.ends)))
-    shown = {
-        "edges": edges,
-        "late_from": loads.ends[-late - 1] if late < len(loads.ends) else loads.begin,
-        "panels": panels,
-    }
-    return {"title": records.name, "layers": number_of, **shown}
-
-
-def _even_shares(counts: Sequence[int], sums: Sequence[int], size: int) -> list[float]:
-    return [count * size / total if total else 0.0 for count, total in zip(counts, sums, strict=True)]
-
-
-def _binned(loads: ExpertLoads) -> tuple[list[int], list[list[list[int]]]]:
-    """(edges in steps, [bin][layer][expert] rows)."""
-    width = -(-len(loads.ends) // BINS)
-    starts = range(0, len(loads.ends), width)
-    bins = [added(loads.layers[start : start + width]) for start in starts]
-    ends = [loads.ends[min(start + width, len(loads.ends)) - 1] for start in starts]
-    return [loads.begin, *ends], bins
-
-
-def device_spec(records: RunRecords) -> dict[str, Any] | None:
-    """The data of expert_device_distribution.png; None if experts are in one process."""
-    housing = housing_of(records)
-    if housing is None:
-        return None
     return {
         "title": records.name,
-        "version": housing.version,
-        "names": housing.names,
-        "homes": housing.homes(),
-        "replicas": housing.replicas(),
-        "bytes": housing.bytes,
-        "rows": housing.rows,
-        "busy_s": housing.busy_s,
-        "copies": housing.copies,
+        "layers": number_of,
+        "edges": [loads.begin, *(loads.ends[min(start + width, len(loads.ends)) - 1] for start in starts)],
+        # an expert whose last use is not after this step counts as dead
+        "late_from": loads.ends[-late - 1] if late < len(loads.ends) else loads.begin,
+        "panels": panels,
     }
 
 

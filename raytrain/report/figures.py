@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.wording import counted, seconds
+from raytrain.report.charts import line, panel
 from raytrain.report.experts import loads_of, names_of
 from raytrain.report.records import Row, RunRecords, first_text, listed, mapping, number, percentile, series, values
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
+from raytrain.runs.records import PURPOSES
 
 # ---------------------------------------------------------------- compilation
 # What compilation was worth in a run: eager against compiled steps, and the step by which its time is made up.
@@ -28,19 +30,12 @@ SAME = 0.03
 
 @dataclass(frozen=True)
 class CompileGain:
-    """Compiled and eager steps of a run.
+    """Compiled and eager steps of a run."""
 
-    Attributes:
-        eager_s: seconds of a step as it was written, measured at the start.
-        compiled_s: median seconds of the run's steps after the first, without reading data.
-        compiler_s: seconds spent in the compiler.
-        steps: that the run has done.
-    """
-
-    eager_s: float
-    compiled_s: float
-    compiler_s: float
-    steps: int
+    eager_s: float  # seconds of a step as it was written, measured at the start
+    compiled_s: float  # median seconds of the run's steps after the first, without reading data
+    compiler_s: float  # seconds spent in the compiler
+    steps: int  # that the run has done
 
     @property
     def ratio(self) -> float:
@@ -68,27 +63,19 @@ def compile_gain(records: RunRecords) -> CompileGain | None:
     if not eager_s or not compiler_s or str(compiled[-1].get("achieved")).startswith(("0 of", "off")):
         return None
     later = [row for row in records.train if (number(row.get("step")) or 0) > 1]
-    compiled_s = percentile([spent for row in later if (spent := _without_data(row)) is not None], 0.5)
+    spent = []  # seconds of a step: of the row's own, or the median of those since the row before, without reading data
+    for row in later:
+        median_ms, own = number(row.get("step_ms_p50")), number(row.get("step_time_s"))
+        if (step_s := own if median_ms is None else median_ms / 1000) is not None:
+            spent.append(step_s - (number(row.get("data_time_s")) or 0.0))
+    compiled_s = percentile(spent, 0.5)
     if not compiled_s or compiled_s <= 0:
         return None
     return CompileGain(eager_s, compiled_s, compiler_s, int(number(records.train[-1].get("step")) or 0))
 
 
-def _without_data(row: Row) -> float | None:
-    """Seconds of a step: of the row's own, or the median of those since the row before, without reading data."""
-    median_ms, own = number(row.get("step_ms_p50")), number(row.get("step_time_s"))
-    spent = own if median_ms is None else median_ms / 1000
-    return None if spent is None else spent - (number(row.get("data_time_s")) or 0.0)
-
-
 # ---------------------------------------------------------------- figures
-# Key figures of a run, computed from its records: outcome, history by epoch, account of time, performance summary.
 
-
-TIME_PARTS = (
-    "startup", "data", "compute", "communication", "compile", "eval", "save", "sleep", "export", "restart", "lost",
-    "other",
-)  # fmt: skip
 MOST_LOSS = 50.0
 """A perplexity of a larger loss says nothing."""
 HISTORY_COLUMNS = (
@@ -120,10 +107,8 @@ def outcome(records: RunRecords) -> RunOutcome:
         who = f"host {records.alive.get('host', '?')}, pid {records.alive.get('pid', '?')}"
         return RunOutcome("running", f"Still running ({who}), at step {step:,}.")
     if result is None:
-        return RunOutcome(
-            "lost",
-            f"Still running or lost: there is no result.json, and the last recorded step is {step:,}.",
-        )
+        missing = f"there is no result.json, and the last recorded step is {step:,}"
+        return RunOutcome("lost", f"Still running or lost: {missing}.")
     status = str(result.get("status", "unknown"))
     wall = seconds(number(result.get("wall_s")))
     reason = failure_reason(records)
@@ -164,11 +149,7 @@ def cause_of(row: Row) -> str:
 
 
 def step_ms(records: RunRecords) -> tuple[float | None, float | None]:
-    """(p50, p95) of a step in milliseconds.
-
-    A row describes one step, or all steps since the previous row with their own percentiles; then the result is the
-    medians of these.
-    """
+    """(p50, p95) of a step in milliseconds; of rows that describe all steps since the previous row, the medians."""
     times, tails = values(records.train, "step_time_s"), values(records.train, "step_ms_p95")
     steps = [step for step, _ in series(records.train, "step_time_s")]
     sparse = len(steps) > 1 and steps[-1] - steps[0] >= 2 * (len(steps) - 1)
@@ -203,8 +184,8 @@ def time_account(records: RunRecords) -> list[tuple[str, float]]:
     account = (records.result or {}).get("time")
     if not isinstance(account, dict):
         return []
-    known = [(part, number(account.get(part)) or 0.0) for part in TIME_PARTS if part in account]
-    known += [(part, number(spent) or 0.0) for part, spent in account.items() if part not in TIME_PARTS]
+    known = [(part, number(account.get(part)) or 0.0) for part in PURPOSES if part in account]
+    known += [(part, number(spent) or 0.0) for part, spent in account.items() if part not in PURPOSES]
     wall = number((records.result or {}).get("wall_s"))
     missing = (wall or 0.0) - sum(spent for _, spent in known)
     if wall and missing > 0.01 * wall:
@@ -250,25 +231,24 @@ def history(records: RunRecords) -> list[dict[str, Any]]:
     for row in train:
         members.setdefault(row["epoch"], []).append((row, row["step"] - previous))
         previous = row["step"]
-    return [
-        _epoch_row(epoch, members.get(epoch, []), evals.get(epoch)) for epoch in range(min(members), max(members) + 1)
-    ]
+    epochs = range(min(members), max(members) + 1)
+    return [_epoch_row(epoch, members.get(epoch, []), evals.get(epoch, {})) for epoch in epochs]
 
 
-def _epoch_row(epoch: int, members: list[tuple[Row, float]], evaluated: Row | None) -> dict[str, Any]:
+def _epoch_row(epoch: int, members: list[tuple[Row, float]], evaluated: Row) -> dict[str, Any]:
     """`members` are the rows of the epoch, each with the number of steps since the previous row."""
     rows = [row for row, _ in members]
-    losses = values(rows, "loss")
+    losses, norms = values(rows, "loss"), values(rows, "grad_norm")
     timed = [time * span for row, span in members if (time := number(row.get("step_time_s"))) is not None]
     return {
         "epoch": epoch,
         "first_step": rows[0]["step"] - members[0][1] + 1 if rows else None,
         "last_step": rows[-1]["step"] if rows else None,
-        "train_loss": _mean(losses),
+        "train_loss": statistics.fmean(losses) if losses else None,
         "last_train_loss": losses[-1] if losses else None,
-        "eval_loss": number(evaluated.get("loss")) if evaluated else None,
-        "accuracy": number(evaluated.get("accuracy")) if evaluated else None,
-        "grad_norm": _mean(values(rows, "grad_norm")),
+        "eval_loss": number(evaluated.get("loss")),
+        "accuracy": number(evaluated.get("accuracy")),
+        "grad_norm": statistics.fmean(norms) if norms else None,
         "lr": next(iter(reversed(values(rows, "lr"))), None),
         "samples_per_s": percentile(values(rows, "samples_per_s"), 0.5),
         "tokens_per_s": percentile(values(rows, "tokens_per_s"), 0.5),
@@ -276,10 +256,6 @@ def _epoch_row(epoch: int, members: list[tuple[Row, float]], evaluated: Row | No
         "epoch_time_s": math.fsum(timed) if timed else None,
         "peak_memory_bytes": max(values(rows, "peak_memory_bytes"), default=None),
     }
-
-
-def _mean(data: Sequence[float]) -> float | None:
-    return statistics.fmean(data) if data else None
 
 
 def device_line(records: RunRecords) -> str:
@@ -306,28 +282,20 @@ def training_spec(records: RunRecords) -> dict[str, Any]:
 
     Each series holds the `x` and `y` that are drawn, in full precision.
     """
-    accuracy = _lines(("train", series(records.train, "accuracy")), ("eval", series(records.evals, "accuracy")))
-    norms = _lines(("gradient norm", series(records.train, "grad_norm")))
-    second = _panel("Accuracy", "step", "accuracy", accuracy)
-    if not accuracy:
-        second = _panel("Gradient norm", "step", "global norm", norms)
+    accuracy = _lines(train=series(records.train, "accuracy"), eval=series(records.evals, "accuracy"))
+    norms = _lines(**{"gradient norm": series(records.train, "grad_norm")})
+    second = panel("Accuracy", "accuracy", accuracy) if accuracy else panel("Gradient norm", "global norm", norms)
     epochs = [(row["epoch"], row["epoch_time_s"]) for row in history(records) if row["epoch_time_s"] is not None]
     if len(epochs) > 1:
-        third = _panel("Epoch time", "epoch", "seconds", _lines(("epoch", epochs)), kind="bar")
+        third = panel("Epoch time", "seconds", _lines(epoch=epochs), x_label="epoch", kind="bar")
     else:
-        third = _panel("Step time", "step", "seconds", _lines(("step", series(records.train, "step_time_s"))))
-    losses = _lines(("train", series(records.train, "loss")), ("eval", series(records.evals, "loss")))
-    return {"title": records.name, "panels": [_panel("Loss", "step", "loss", losses), second, third]}
+        third = panel("Step time", "seconds", _lines(step=series(records.train, "step_time_s")))
+    losses = _lines(train=series(records.train, "loss"), eval=series(records.evals, "loss"))
+    return {"title": records.name, "panels": [panel("Loss", "loss", losses), second, third]}
 
 
-def _panel(title: str, x_label: str, y_label: str, lines: list[Any], *, kind: str = "line") -> dict[str, Any]:
-    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": lines}
-
-
-def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
-    return [
-        {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]} for label, points in named if points
-    ]
+def _lines(**named: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    return [line(label, points) for label, points in named.items() if points]
 
 
 def throughput(records: RunRecords) -> dict[str, float | None]:
@@ -373,30 +341,17 @@ def compile_figures(records: RunRecords) -> dict[str, Any]:
     figures["compile_reasons"] = "; ".join(map(str, last.get("reasons") or [])) or None
     parts = last.get("parts")
     listed = parts if isinstance(parts, list) else []
-    figures |= _gain_figures(records)
+    if (gain := compile_gain(records)) is not None:
+        wall = sum(spent for _, spent in time_account(records))
+        pays = f"step {gain.break_even:,}" if gain.break_even is not None else f"no step: compiled is {gain.verdict}"
+        figures |= {
+            "compile_took": f"{seconds(gain.compiler_s)} of {seconds(wall)}",
+            "eager_step": seconds(gain.eager_s),
+            "compiled_step": seconds(gain.compiled_s),
+            "compiled_over_eager": f"{gain.ratio:.3g} times",
+            "compile_pays_after": pays,
+        }
     return {**figures, "compile_parts": {str(part.get("name")): part.get("achieved") for part in listed}}
-
-
-def _gain_figures(records: RunRecords) -> dict[str, str]:
-    """What compilation was worth, each figure with its unit; empty where no eager step was measured."""
-    gain = compile_gain(records)
-    if gain is None:
-        return {}
-    wall = sum(spent for _, spent in time_account(records))
-    pays = f"step {gain.break_even:,}" if gain.break_even is not None else f"no step: compiled is {gain.verdict}"
-    return {
-        "compile_took": f"{seconds(gain.compiler_s)} of {seconds(wall)}",
-        "eager_step": seconds(gain.eager_s),
-        "compiled_step": seconds(gain.compiled_s),
-        "compiled_over_eager": f"{gain.ratio:.3g} times",
-        "compile_pays_after": pays,
-    }
-
-
-def _perplexity(records: RunRecords, loss: float | None) -> float | None:
-    """Of the best evaluation of a language model: e to the power of its loss per token."""
-    is_text = records.vocab_size is not None and bool(values(records.train, "tokens_per_s"))
-    return math.exp(loss) if is_text and loss is not None and loss < MOST_LOSS else None
 
 
 def summarise(records: RunRecords) -> dict[str, Any]:
@@ -407,7 +362,10 @@ def summarise(records: RunRecords) -> dict[str, Any]:
     result = records.result or {}
     losses, (p50, p95) = values(records.train, "loss"), step_ms(records)
     accuracies = values(records.evals, "accuracy") or values(records.train, "accuracy")
-    best = best_eval(records)
+    best_step, best_loss = best_eval(records) or (None, None)
+    is_text = records.vocab_size is not None and bool(values(records.train, "tokens_per_s"))
+    perplexed = is_text and best_loss is not None and best_loss < MOST_LOSS
+    first = records.train[0] if records.train else {}
     (first_experts, last_experts), loads = expert_counts(records), loads_of(records)
     found: dict[str, Any] = {
         "run": records.name,
@@ -439,31 +397,22 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "mfu": percentile(values(records.train, "mfu"), 0.5),
         "peak_memory_bytes": max(values(records.train, "peak_memory_bytes"), default=None),
         **batch_copies(records),
-        "first_loss": _first_loss(records),
+        "first_loss": number(first.get("loss")) if first.get("step") == 1 else None,
         "final_loss": losses[-1] if losses else number(result.get("final_loss")),
-        "best_eval_loss": best[1] if best else number(result.get("best_eval_loss")),
-        "perplexity": _perplexity(records, best[1] if best else None),
-        "best_eval_step": best[0] if best else None,
+        "best_eval_loss": number(result.get("best_eval_loss")) if best_loss is None else best_loss,
+        "perplexity": math.exp(best_loss) if perplexed else None,
+        "best_eval_step": best_step,
         "accuracy": accuracies[-1] if accuracies else None,
         "skipped_steps": number(records.train[-1].get("skipped_steps")) if records.train else None,
     }
     return {name: rounded(value) if isinstance(value, float) else value for name, value in found.items()}
 
 
-def _first_loss(records: RunRecords) -> float | None:
-    """The loss of step 1; None if it is not recorded or not finite."""
-    first = records.train[0] if records.train else {}
-    return number(first.get("loss")) if first.get("step") == 1 else None
-
-
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """One `name  value` line per figure; strings unchanged, everything else as JSON."""
+    """One `name  value` line per figure; strings on one line, everything else as JSON."""
     width = max(len(name) for name in summary) + 2
-    lines = [f"{name:<{width}}{_summary_cell(value)}" for name, value in summary.items()]
+    lines = []
+    for name, value in summary.items():
+        cell = " ".join(value.split()) if isinstance(value, str) else "-" if value is None else json.dumps(value)
+        lines.append(f"{name:<{width}}{cell}")
     return "\n".join(["raytrain performance summary", "", *lines, ""])
-
-
-def _summary_cell(value: Any) -> str:
-    if isinstance(value, str):
-        return " ".join(value.split())
-    return "-" if value is None else json.dumps(value)

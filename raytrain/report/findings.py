@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from cluster.wording import counted, loss_text, seconds, size
 from raytrain.config.messages import abbreviated, advice
@@ -111,9 +110,8 @@ def non_finite(records: RunRecords) -> list[Finding]:
         evidence += f"; in the log rows of step {shown}"
     evidence += f"; {undone} of them in front of {counted(len(rolled), 'roll-back')}" if undone else ""
     if records.planned("precision") == "fp16" and total <= 20:
-        return [
-            Finding("info", "Non-finite steps were skipped", evidence + "; usual while the loss scale of fp16 adapts")
-        ]
+        evidence += "; usual while the loss scale of fp16 adapts"
+        return [Finding("info", "Non-finite steps were skipped", evidence)]
     if total <= 2:
         return [Finding("info", "Non-finite steps were skipped", evidence)]
     remedy = advice(
@@ -143,11 +141,8 @@ def experts(records: RunRecords) -> list[Finding]:
         seen = f"the busiest expert has {load:.2g} times the mean load (median of the second half)"
         found.append(Finding("warning", "Experts are loaded unevenly", seen, remedy))
     if dropped is not None and dropped > 0.02:
-        seen, remedy = (
-            f"{dropped:.1%} of the routed tokens",
-            "Raise experts.capacity_factor; null drops none.",
-        )
-        found.append(Finding("warning", "Tokens are dropped", seen, remedy))
+        remedy = "Raise experts.capacity_factor; null drops none."
+        found.append(Finding("warning", "Tokens are dropped", f"{dropped:.1%} of the routed tokens", remedy))
     return found
 
 
@@ -173,33 +168,30 @@ def memory_failure(records: RunRecords, reason: str) -> Finding | None:
     process, needed = PROCESSES.get(str(last.get("process")), "a process"), number(last.get("needed_bytes")) or 0.0
     masks = number(mapping(records.train[-1].get("mask_cache")).get("bytes")) if records.train else None
     cached = f"; attention masks that are kept take {size(masks)} (loop.mask_cache_mb)" if masks else ""
-    pieces, cached_text = _unallocated(reason)
-    cached += cached_text
-    options = [mapping(one) for one in listed(last.get("remedies"))]
-    return Finding(
-        "error",
-        "The run failed: memory ran out",
-        f"{reason}; the plan estimates {size(needed)} for {process}{cached}",
-        f"Set one of these, the best first, with the bytes that {process} needs less by the plan's formula:"
-        if options
-        else "No key of the job needs less by the plan's formula: what the code itself keeps must become smaller, or "
-        "cluster.memory_limit higher",
-        (*pieces, *(_option(one, needed) for one in options)),
-    )
-
-
-def _unallocated(reason: str) -> tuple[list[str], str]:
-    """From torch's message: an option if the allocator holds much in pieces that are too small, else that it does not
-    help to clear its cache; nothing where torch said nothing."""
-    match = HELD.search(reason)
-    if match is None:
-        return [], ""
-    used, free = (float(match[n]) * UNITS[match[n + 1]] for n in (1, 3))
-    share = free / (used + free) if used + free else 0.0
-    if share <= FRAGMENTED:
-        return [], f"; clearing the allocator's cache more often would not help, {share:.0%} of what it holds is unused"
-    text = f"up to {size(free)} less, in a new process; {share:.0%} of what the allocator holds is unused, in pieces"
-    return [f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: {text}"], ""
+    options = []
+    if (match := HELD.search(reason)) is not None:
+        used, free = (float(match[n]) * UNITS[match[n + 1]] for n in (1, 3))
+        share = free / (used + free) if used + free else 0.0
+        unused = f"{share:.0%} of what the allocator holds is unused"
+        if share > FRAGMENTED:
+            how = f"up to {size(free)} less, in a new process; {unused}, in pieces"
+            options.append(f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: {how}")
+        else:
+            unused = f"{share:.0%} of what it holds is unused"
+            cached += f"; clearing the allocator's cache more often would not help, {unused}"
+    remedies = [mapping(one) for one in listed(last.get("remedies"))]
+    for row in remedies:
+        saved = number(row.get("saved_bytes")) or 0.0
+        how = "with train --resume" if row.get("on_resume") else "in a new run"
+        part = f" ({saved / needed:.0%})" if needed else ""
+        options.append(f"{row.get('setting')}: {size(saved)} less{part}, {how}; {row.get('meaning')}")
+    if remedies:
+        lead = f"Set one of these, the best first, with the bytes that {process} needs less by the plan's formula:"
+    else:
+        lead = "No key of the job needs less by the plan's formula: what the code itself keeps must become smaller, or "
+        lead += "cluster.memory_limit higher"
+    evidence = f"{reason}; the plan estimates {size(needed)} for {process}{cached}"
+    return Finding("error", "The run failed: memory ran out", evidence, lead, tuple(options))
 
 
 def _remedies(records: RunRecords) -> Row | None:
@@ -208,14 +200,7 @@ def _remedies(records: RunRecords) -> Row | None:
     return rows[-1] if rows and rows[-1]["kind"] == "memory_remedies" else None
 
 
-def _option(row: dict[str, Any], needed: float) -> str:
-    saved = number(row.get("saved_bytes")) or 0.0
-    how = "with train --resume" if row.get("on_resume") else "in a new run"
-    part = f" ({saved / needed:.0%})" if needed else ""
-    return f"{row.get('setting')}: {size(saved)} less{part}, {how}; {row.get('meaning')}"
-
-
-def shortages(records: RunRecords) -> list[Finding]:
+def retried_steps(records: RunRecords) -> list[Finding]:
     """Steps and evaluations that were retried in smaller micro-batches: which, where memory ran out, what fits."""
     rows = records.of_kind("out_of_memory")
     if not rows:
@@ -229,20 +214,15 @@ def shortages(records: RunRecords) -> list[Finding]:
     ended = _remedies(records) is not None and outcome(records).status == "failed"
     inexact = any(row.get("equal") != "within rounding" for row in rows)
     drawn = "; random draws of the model are equal in distribution only" if inexact else ""
-    return [
-        Finding(
-            "warning",
-            "Memory ran out, and steps were retried in smaller micro-batches",
-            f"{len(rows)} times, on {', '.join(who)}, in step {shown}; micro-batches down to {min(sizes)}, "
-            f"{seconds(spent)} of passes dropped{drawn}",
-            ""  # the finding of the failure lists what else there is
-            if ended
-            else advice(
-                (f"set loop.micro_batch_size: {min(sizes)}", False),
-                ("let loop.micro_batch_size: auto measure it", asked == "auto"),
-            ),
-        )
-    ]
+    evidence = (
+        f"{len(rows)} times, on {', '.join(who)}, in step {shown}; micro-batches down to {min(sizes)}, "
+        f"{seconds(spent)} of passes dropped{drawn}"
+    )
+    remedy = advice(
+        (f"set loop.micro_batch_size: {min(sizes)}", ended),  # the finding of the failure lists what else there is
+        ("let loop.micro_batch_size: auto measure it", ended or asked == "auto"),
+    )
+    return [Finding("warning", "Memory ran out, and steps were retried in smaller micro-batches", evidence, remedy)]
 
 
 MEMORY_TITLES = {
@@ -304,15 +284,6 @@ def _of_memory(records: RunRecords) -> str:
     return "Lower loop.micro_batch_size: gradient accumulation keeps the update the same."
 
 
-def _of_space(records: RunRecords) -> str:
-    return advice(("free space under save.dir", False), ("lower save.keep", records.configured("save.keep") == 1))
-
-
-def _of_nonfinite(records: RunRecords) -> str:
-    full = records.planned("precision") in FULL_PRECISIONS
-    return advice(("look for NaNs in the data", False), ("lower optim.lr", False), ("set precision.dtype: fp32", full))
-
-
 _AFTER_LOST_CLUSTER = (
     "continues from the latest valid checkpoint, on a cluster that is running. Where its processes die again, look for "
     "a machine without free memory (`dmesg`) and into Ray's logs on the head node."
@@ -324,8 +295,14 @@ _REMEDIES: dict[str, Callable[[RunRecords], str]] = {
         "--to DIR writes them into another folder."
     ),
     r"out ?of ?memory": _of_memory,
-    r"no space|disk full|enospc": _of_space,
-    r"\bnans?\b|non-?finite|\b(not|was) finite": _of_nonfinite,
+    r"no space|disk full|enospc": lambda records: advice(
+        ("free space under save.dir", False), ("lower save.keep", records.configured("save.keep") == 1)
+    ),
+    r"\bnans?\b|non-?finite|\b(not|was) finite": lambda records: advice(
+        ("look for NaNs in the data", False),
+        ("lower optim.lr", False),
+        ("set precision.dtype: fp32", records.planned("precision") in FULL_PRECISIONS),
+    ),
     r"another model": lambda _: "Restore the model's code and keys, or start a new run with model.init_from.",
     r"checkpoint": lambda _: "An older checkpoint may be valid: `--resume` falls back to it automatically.",
     r"deviceplacement": lambda _: "Create tensors on the device of the batch inside forward.",
@@ -346,9 +323,8 @@ def restarts(records: RunRecords) -> list[Finding]:
     causes += [cause_of(row) for row in decisive.values()]
     stops = [row for row in records.of_kind("attempt_end") if row.get("outcome") == "interrupted"]
     causes = [cause.rstrip(".") for cause in causes]  # joined below, where a sentence would end with ".;"
-    causes += [
-        f"{cause_of(row) or 'a stop was asked for'} (step {int(number(row.get('step')) or 0):,})" for row in stops
-    ]
+    for row in stops:
+        causes.append(f"{cause_of(row) or 'a stop was asked for'} (step {int(number(row.get('step')) or 0):,})")
     reasons = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause was recorded"
     starts = [f"{int(number(row.get('from_step')) or 0):,}" for row in attempts[1:]]
     origin = f"step {starts[0]}" if len(starts) == 1 else f"steps {', '.join(starts[:-1])} and {starts[-1]}"
@@ -412,7 +388,7 @@ def unusable_devices(records: RunRecords) -> list[Finding]:
 
 
 RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
-    failure, loss_trend, overfitting, non_finite, restarts, fall_backs, unusable_devices, idle_devices, shortages,
+    failure, loss_trend, overfitting, non_finite, restarts, fall_backs, unusable_devices, idle_devices, retried_steps,
     memory_warnings, step_limits, utilisation, limiting_part, compilation, experts,
 )  # fmt: skip
 
@@ -425,14 +401,11 @@ def diagnose(records: RunRecords) -> list[Finding]:
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """The findings that ask for something, a line each and one for each option, for a terminal; where there are errors,
     these alone: the others of a failed run are on its page."""
-    shown = ("error",) if any(one.severity == "error" for one in findings) else ("warning",)
-    return [
-        line
-        for one in findings
-        if one.severity in shown
-        for line in (
-            f"finding: {one.title}: "
-            + (f"{one.evidence.removesuffix('.')}. {one.remedy}" if one.remedy else one.evidence),
-            *(f"  {number}. {option}" for number, option in enumerate(one.options, 1)),
-        )
-    ]
+    severity = "error" if any(one.severity == "error" for one in findings) else "warning"
+    lines = []
+    for one in findings:
+        if one.severity == severity:
+            text = f"{one.evidence.removesuffix('.')}. {one.remedy}" if one.remedy else one.evidence
+            lines.append(f"finding: {one.title}: {text}")
+            lines += [f"  {number}. {option}" for number, option in enumerate(one.options, 1)]
+    return lines

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.wording import counted, measured, rate_text, seconds, size
 from raytrain.report.charts import Curve, Point, chart
-from raytrain.report.style import esc, page
+from raytrain.report.style import card, esc, header, page, sections, tiles
 from raytrain.report.tables import table
 from raytrain.runs.storage import join, open_store
 
@@ -39,41 +39,28 @@ def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str,
         [esc(name), esc(size(one["bytes"])), f"<code>{esc(one['sha256'])}</code>"]
         for name, one in manifest["files"].items()
     ]
-    sections = [
-        ("speed", "Speed", _curves(summary)),
+    parts = [
+        ("speed", "Speed", _speed(summary)),
         ("workers", "Workers", _workers(summary)),
         ("failures", "Failures", _failures(manifest, summary)),
         ("quality", "Quality", _quality(summary.get("quality"))),
-        (
-            "files",
-            "Files",
-            f'<div class="card">{table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows)}</div>',
-        ),
+        ("files", "Files", card(table([("File", "k"), ("Size", "k"), ("SHA-256", "soft")], rows))),
     ]
-    present = [(key, title, body) for key, title, body in sections if body]
-    links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in present)
-    body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in present)
-    head = _head(name, manifest, summary)
-    return page(f"{name} - raytrain", f"{head}<nav>{links}</nav>{_tiles(manifest, summary)}{body}")
-
-
-def _head(name: str, manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    rows, failed = manifest["rows"], manifest["failed"]
+    links, body = sections(parts)
+    done, failed = manifest["rows"] - manifest["failed"], manifest["failed"]
     tone, state = ("warning", "done, with failed rows") if failed else ("good", "done")
-    lead = f"{rows - failed:,} of {rows:,} rows have a prediction."
-    if summary["computed_now"] < rows:
+    lead = f"{done:,} of {manifest['rows']:,} rows have a prediction."
+    if summary["computed_now"] < manifest["rows"]:
         lead += f" The last command computed {summary['computed_now']:,} of them; its times are shown."
-    return (
-        f'<header><p class="brand">raytrain inference</p><div class="head"><h1>{esc(name)}</h1>'
-        f'<span class="pill {tone}">{esc(state)}</span></div><p class="lead">{esc(lead)}</p></header>'
-    )
+    head = header("inference", name, state, tone, lead)
+    return page(f"{name} - raytrain", f"{head}{links}{_tiles(manifest, summary)}{body}")
 
 
 def _tiles(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     quality, latency = summary.get("quality") or {}, summary["latency_s"]
     load = max((one["load_s"] for one in summary["workers"]), default=0.0)
-    accuracy = quality.get("accuracy")
-    tiles = [
+    accuracy, f1 = quality.get("accuracy"), quality.get("f1")
+    figures = [
         ("Rows", f"{manifest['rows']:,}", counted(manifest["units"], "unit")),
         ("Failed", f"{manifest['failed']:,}", f"{summary['computed_again']:,} computed again"),
         ("Rows per second", rate_text(summary["rows_per_s"]), "model load apart"),
@@ -81,23 +68,11 @@ def _tiles(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", "of the units"),
         ("Latency of a batch", seconds(latency["p50"]), f"p95 {seconds(latency['p95'])}"),
         ("Model load", seconds(load) if load else "", "slowest worker"),
-        ("Accuracy", f"{accuracy:.2%}" if accuracy is not None else "", _f1(quality)),
-        ("Mean absolute error", measured(quality.get("mean_absolute_error")), _rmse(quality)),
-    ]
-    cells = "".join(
-        f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
-        for name, value, note in tiles
-        if value and value != "-"
-    )
-    return f'<div class="tiles">{cells}</div>'
-
-
-def _f1(quality: Mapping[str, Any]) -> str:
-    return f"F1 {quality['f1']:.4f}" if quality.get("f1") is not None else ""
-
-
-def _rmse(quality: Mapping[str, Any]) -> str:
-    return f"RMSE {measured(quality['rmse'])}" if "rmse" in quality else ""
+        ("Accuracy", f"{accuracy:.2%}" if accuracy is not None else "", f"F1 {f1:.4f}" if f1 is not None else ""),
+        ("Mean absolute error", measured(quality.get("mean_absolute_error")),
+         f"RMSE {measured(quality['rmse'])}" if "rmse" in quality else ""),
+    ]  # fmt: skip
+    return tiles(figures)
 
 
 def rate_over_time(times: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> list[Point]:
@@ -114,7 +89,7 @@ def rate_over_time(times: Sequence[Mapping[str, Any]], *, points: int = POINTS) 
     return [((number + 0.5) * width, count / width) for number, count in enumerate(rows)]
 
 
-def _curves(summary: Mapping[str, Any]) -> str:
+def _speed(summary: Mapping[str, Any]) -> str:
     times = summary.get("times") or []
     curve = Curve("rows/s", rate_over_time(times, points=max(2, min(POINTS, len(times)))))
     named = {"at": seconds, "x_tick": seconds, "x_label": "time since the first unit began", "write": rate_text}
@@ -133,7 +108,7 @@ def _workers(summary: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     names = ("Units", "Rows", "Rows per second", "Busy", "Busy share", "Model load")
     columns = [("Worker", "k"), *((name, "n") for name in names)]
-    return f'<div class="card">{table(columns, rows)}</div>' if rows else ""
+    return card(table(columns, rows)) if rows else ""
 
 
 def _failures(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -143,8 +118,7 @@ def _failures(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     kinds = ", ".join(f"{count:,} {name}" for name, count in summary["errors"].items())
     left = manifest["failed"] - len(rows)
     more = f" The first {len(rows)} are listed." if left else ""
-    body = table([("Row", "k"), ("Error", "")], rows)
-    return f'<p class="note">{esc(kinds)}.{more}</p><div class="card">{body}</div>'
+    return f'<p class="note">{esc(kinds)}.{more}</p>{card(table([("Row", "k"), ("Error", "")], rows))}'
 
 
 def _quality(quality: Mapping[str, Any] | None) -> str:
@@ -161,4 +135,4 @@ def _quality(quality: Mapping[str, Any] | None) -> str:
         [esc(name), *(f"{count:,}" for count in row)]
         for name, row in zip(counts["labels"], counts["rows"], strict=True)
     ]
-    return f'<div class="card">{table(columns, rows)}{table(wide, lines)}</div>'
+    return card(table(columns, rows) + table(wide, lines))

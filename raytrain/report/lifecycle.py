@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain.report.charts import line, panel
 from raytrain.report.records import Row, RunRecords, listed, mapping, number
 
 EVENTS = {"expert_born": "born", "expert_merged": "merged", "expert_pruned": "pruned"}
@@ -73,7 +74,7 @@ def lives_spec(records: RunRecords) -> dict[str, Any] | None:
     lives = lives_of(records)
     if not lives:
         return None
-    last = _last_step(records)
+    last = int(max((number(row.get("step")) or 0 for row in [*records.train, *records.loads]), default=0))
     panels = []
     for layer in sorted({one.layer for one in lives}):
         own = [one for one in lives if one.layer == layer]
@@ -97,16 +98,21 @@ def sleep_spec(records: RunRecords) -> dict[str, Any] | None:
     steps = [int(row["step"]) for row in cycles]
     between = [step - before for before, step in zip([0, *steps], steps, strict=False)]
     kinds = [kind for kind in EDGE_TYPES if any(mapping(row.get("edges")).get(kind) for row in cycles)]
+    bins = [row["uncertainty"] for row in cycles if len(listed(row.get("uncertainty"))) == 10]
+    replayed = [sum(int(one[place]) for one in bins) for place in range(10)]
     rates = [[float(rate) for layer in listed(row.get("rates")) for rate in mapping(layer).values()] for row in cycles]
     panels = [
         _panel("Steps between cycles", "steps", _line("", steps, between)),
         _panel("Load of the experts at the last cycle", "share of the tokens", *_load(cycles[-1]), kind="bar",
                x_label="layer.expert"),
-        _panel("Factor of the learning rate", "factor", _line("mean", steps, [_mean(one) for one in rates]),
+        _panel("Factor of the learning rate", "factor", 
+               _line("mean", steps, [sum(one) / len(one) if one else None for one in rates]),
                _line("lowest", steps, [min(one, default=None) for one in rates])),
         _panel("Edges of the graph by type", "edges",
                *(_line(kind, steps, [mapping(row.get("edges")).get(kind, 0) for row in cycles]) for kind in kinds)),
-        _panel("Replayed rows by uncertainty", "rows", *_uncertainty(cycles), kind="bar", x_label="uncertainty"),
+        _panel("Replayed rows by uncertainty", "rows", 
+               _line("", range(10), replayed, ticks=[f"{place / 10:.1f}" for place in range(10)]),
+               kind="bar", x_label="uncertainty"),
         _panel("Replay loss", "loss", *(_line(name, steps, [number(row.get(key)) for row in cycles]) for name, key in (
             ("before", "loss_before"), ("after replay", "loss_replayed"), ("after the cycle", "loss_after")))),
     ]  # fmt: skip
@@ -121,7 +127,7 @@ def drift_spec(records: RunRecords) -> dict[str, Any] | None:
         return None
     steps = [int(row["step"]) for row in cycles]
     layers = range(max(len(listed(row.get("drift"))) for row in cycles))
-    drift = [[_at(listed(row.get("drift")), layer) for row in cycles] for layer in layers]
+    drift = [[number(dict(enumerate(listed(row.get("drift")))).get(layer)) for row in cycles] for layer in layers]
     lost, back = [], []
     for before, row in itertools.pairwise(cycles):
         ended, began, after = (number(value) for value in (before["loss_after"], row["loss_before"], row["loss_after"]))
@@ -139,10 +145,10 @@ def drift_spec(records: RunRecords) -> dict[str, Any] | None:
 def graph_specs(records: RunRecords) -> dict[int, dict[str, Any]]:
     """Epoch -> the data of its knowledge_graph_epoch_N.png, N from 1: the experts that live at its end, and the edges
     of the last sleep cycle until then between them."""
-    lives, cycles, ends = lives_of(records), cycles_of(records), _epoch_ends(records)
+    lives, cycles = lives_of(records), cycles_of(records)
     if not lives:
         return {}
-    found = {}
+    found, ends = {}, {row["epoch"]: row["step"] for row in records.train if "epoch" in row}
     for epoch, step in ends.items():
         living = living_at(lives, step)
         cycle = next((row for row in reversed(cycles) if int(row["step"]) <= step), None)
@@ -161,28 +167,12 @@ def graph_specs(records: RunRecords) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _epoch_ends(records: RunRecords) -> dict[int, int]:
-    """The last logged step of each epoch."""
-    ends: dict[int, int] = {}
-    for row in records.train:
-        epoch, step = number(row.get("epoch")), number(row.get("step"))
-        if epoch is not None and step is not None:
-            ends[int(epoch)] = int(step)
-    return ends
-
-
-def _last_step(records: RunRecords) -> int:
-    return int(max((number(row.get("step")) or 0 for row in [*records.train, *records.loads]), default=0))
-
-
-def _panel(title: str, y_label: str, *series: Mapping[str, Any], kind: str = "line", x_label: str = "step") -> Row:
-    drawn = [{"hue": place, **one} for place, one in enumerate(series)]
-    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": drawn}
+def _panel(title: str, y_label: str, *series: Mapping[str, Any], **more: Any) -> Row:
+    return panel(title, y_label, [{"hue": place, **one} for place, one in enumerate(series)], **more)
 
 
 def _line(label: str, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
-    return {"label": label, "x": [a for a, _ in points], "y": [b for _, b in points], **more}
+    return line(label, [(a, b) for a, b in zip(x, y, strict=True) if b is not None], **more)
 
 
 def _load(cycle: Row) -> list[dict[str, Any]]:
@@ -195,18 +185,3 @@ def _load(cycle: Row) -> list[dict[str, Any]]:
         found.append(_line(f"layer {layer}", x, shares, ticks=[f"{layer}.{name}" for name in names], hue=layer))
         place += len(names) + 1
     return found
-
-
-def _uncertainty(cycles: Sequence[Row]) -> list[dict[str, Any]]:
-    """The replayed rows of all cycles in ten bins."""
-    rows = [listed(row.get("uncertainty")) for row in cycles if len(listed(row.get("uncertainty"))) == 10]
-    sums = [sum(int(one[place]) for one in rows) for place in range(10)]
-    return [_line("", list(range(10)), sums, ticks=[f"{place / 10:.1f}" for place in range(10)])]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _at(values: Sequence[Any], place: int) -> float | None:
-    return number(values[place]) if place < len(values) else None

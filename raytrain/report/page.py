@@ -21,13 +21,12 @@ from raytrain.report.figures import HISTORY_COLUMNS, history, outcome, summarise
 from raytrain.report.findings import diagnose
 from raytrain.report.lifecycle import drift_spec, graph_specs, lives_spec, sleep_spec
 from raytrain.report.records import Row, RunRecords, listed, mapping, number, read_records, series, values
-from raytrain.report.style import STYLE, esc, page, picture
+from raytrain.report.style import STYLE, esc, finding, header, page, picture, sections, tiles
 from raytrain.report.tables import configuration, epochs, machine, plan_table, sample, table, time_table, timeline
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join
 
 # ---------------------------------------------------------------- devices
-# The telemetry of a run as curves over its steps: a chart per figure, a curve per device.
 
 
 MOST_CURVES = 8
@@ -45,9 +44,7 @@ FIGURES = {
 def telemetry_charts(records: RunRecords, marks: Sequence[Mark] = ()) -> str:
     """The charts; "" for a run without telemetry. `marks` are drawn in each of them."""
     rows = [row for row in records.telemetry if number(row.get("step")) is not None]
-    starts: dict[object, float] = {
-        row.get("attempt"): number(row.get("from_step")) or 0.0 for row in records.of_kind("attempt")
-    }
+    starts = {row.get("attempt"): number(row.get("from_step")) or 0.0 for row in records.of_kind("attempt")}
     found, notes = [], []
     for key, (title, unit, _) in FIGURES.items():
         curves = device_curves(rows, key, starts=starts)
@@ -58,29 +55,22 @@ def telemetry_charts(records: RunRecords, marks: Sequence[Mark] = ()) -> str:
         if any(curve.style == "faint" for curve in curves) and not found:
             notes.append("Faint: steps that were lost with a worker and repeated")
         found.append(chart(f"{title} ({unit})", curves, marks=marks, from_zero=key != "temperature_c"))
-    slowed = {f"{why} ({device.get('device')})" for row in rows for device in _devices(row)
+    slowed = {f"{why} ({device.get('device')})" for row in rows for device in map(mapping, listed(row.get("devices")))
               for why in listed(device.get("throttle"))}  # fmt: skip
     notes += [f"Devices were slowed down by: {', '.join(sorted(slowed))}"] if slowed else []
     inner, note = "".join(found), f'<p class="note">{esc(". ".join(notes))}.</p>' if notes else ""
     return f'<div class="charts devices">{inner}</div>{note}' if inner else note
 
 
-def _devices(row: Row) -> list[Row]:
-    return [mapping(device) for device in listed(row.get("devices"))]
-
-
 def device_curves(rows: Sequence[Row], key: str, *, starts: Mapping[object, float]) -> list[Curve]:
-    """A curve over the steps for each device that reports the figure, after those of the steps that it lost.
-
-    Args:
-        starts: attempt -> the step that it started from.
-    """
+    """A curve over the steps for each device that reports the figure, after those of the steps that it lost. `starts`:
+    attempt -> the step that it started from."""
     several = len({row.get("node") for row in rows}) > 1
     samples: dict[str, list[tuple[float, object, float]]] = {}
     for row in rows:
         # a sample from before the state was loaded counts at the start of its attempt
         step = max(number(row.get("step")) or 0.0, starts.get(row.get("attempt"), 0.0))
-        for device in _devices(row):
+        for device in map(mapping, listed(row.get("devices"))):
             if (value := number(device.get(key))) is not None:
                 name = f"{row.get('node')} {device.get('device')}" if several else str(device.get("device"))
                 samples.setdefault(name, []).append((step, row.get("attempt"), value / FIGURES[key][2]))
@@ -132,19 +122,15 @@ _ROUGH = 30
 def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None) -> str:
     """The complete page of a run; sections without records are left out. `pictures` are PNG files by name."""
     summary = summarise(records)
-    findings = diagnose(records)
-    cards = (
-        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
-        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
-        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}{_options(item.options)}</article>"
-        for item in findings
-    )
-    inner = "".join(cards)
-    sections = [
+    inner = "".join(finding(**vars(one)) for one in diagnose(records))
+    curves = _curves(records)
+    shown = (pictures or {}).items()  # embedded, so that the page is a single file
+    drawn = "".join(f'<div class="card scroll">{picture(_ALT.get(name, name), data)}</div>' for name, data in shown)
+    parts = [
         ("findings", "What stands out", f'<div class="findings">{inner}</div>' if inner else ""),
-        ("curves", "Curves", _curves(records)),
+        ("curves", "Curves", f'<div class="charts">{curves}</div>' if curves else ""),
         ("devices", "Devices", telemetry_charts(records, restarts(records))),
-        ("experts", "Experts", _pictures(pictures or {})),
+        ("experts", "Experts", drawn),
         ("sample", "A sample of its text", sample(records)),
         ("time", "Where the time went", time_table(records)),
         ("plan", "The plan and its reasons", plan_table(records.plan)),
@@ -153,16 +139,17 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
         ("machine", "Machine", machine(records)),
         ("config", "Configuration", configuration(records)),
     ]
-    shown = [(key, title, body) for key, title, body in sections if body]
-    links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in shown)
-    body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in shown)
-    head = f"{_head(records, summary)}<nav>{links}</nav>{_tiles(records, summary)}"
-    return page(f"{records.name} - raytrain", f"{head}{body}{_foot(records)}")
+    links, body = sections(parts)
+    head = f"{_head(records, summary)}{links}{_tiles(records, summary)}"
+    torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
+    files = "history.csv, training_metrics.png and .json, performance_summary.txt and .json"
+    files += ", expert_activations.png and .json" if records.loads else ""
+    foot = f"<footer>{torn}<p>{esc(records.path)}</p><p>In the same directory: {files}.</p></footer>"
+    return page(f"{records.name} - raytrain", f"{head}{body}{foot}")
 
 
 def _head(records: RunRecords, summary: dict[str, Any]) -> str:
     state = outcome(records)
-    tone = TONES.get(state.status, "info")
     began = next((number(row.get("time")) for row in records.events), None) or number(records.environment.get("time"))
     facts = [
         f"started {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC" if began else "",
@@ -171,12 +158,7 @@ def _head(records: RunRecords, summary: dict[str, Any]) -> str:
         f"{summary['attempts']} attempts" if (summary["attempts"] or 0) > 1 else "",
         f"{plain_number(number(summary['parameters']))} parameters" if summary["parameters"] else "",
     ]
-    meta = "".join(f"<span>{esc(fact)}</span>" for fact in facts if fact)
-    return (
-        f'<header><p class="brand">raytrain report</p><div class="head"><h1>{esc(records.name)}</h1>'
-        f'<span class="pill {tone}">{esc(state.status)}</span></div>'
-        f'<p class="lead">{esc(state.sentence)}</p><p class="meta">{meta}</p></header>'
-    )
+    return header("report", records.name, state.status, TONES.get(state.status, "info"), state.sentence, facts)
 
 
 def _tiles(records: RunRecords, summary: dict[str, Any]) -> str:
@@ -185,47 +167,26 @@ def _tiles(records: RunRecords, summary: dict[str, Any]) -> str:
     best_at = f"step {summary['best_eval_step']:,}" if summary["best_eval_step"] else ""
     accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
     p50, p95 = (seconds(ms / 1000) if ms is not None else "" for ms in (summary["step_ms_p50"], summary["step_ms_p95"]))
-    tiles = [
+    commands = len(records.of_kind("driver_start"))
+    if commands > 1:
+        spent = f"over {counted(commands, 'command')}"
+    elif (summary["attempts"] or 0) > 1:
+        spent = "all attempts"
+    else:
+        spent = f"{seconds(summary.get('startup_s'))} of it start-up"
+    figures = [
         ("Final loss", loss_text(summary["final_loss"]), f"first {loss_text(summary['first_loss'])}"),
         ("Best eval loss", loss_text(summary["best_eval_loss"]), best_at),
         ("Perplexity", measured(summary["perplexity"]), "best eval, per token"),
         ("Accuracy", accuracy, "eval"),
-        (
-            "Steps",
-            f"{summary['steps']:,}",
-            f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else "",
-        ),
-        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", _spent(records, summary)),
-        (
-            f"{rate.capitalize()} per second",
-            rate_text(summary[f"{rate}_per_s_median"]),
-            "median" if whole is None else f"median; whole run {rate_text(whole)}",
-        ),
+        ("Steps", f"{summary['steps']:,}", f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else ""),
+        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", spent),
+        (f"{rate.capitalize()} per second", rate_text(summary[f"{rate}_per_s_median"]),
+         "median" if whole is None else f"median; whole run {rate_text(whole)}"),
         ("Step time", p50, f"p95 {p95}"),
-        (
-            "Peak memory",
-            size(summary["peak_memory_bytes"]) if summary["peak_memory_bytes"] else "",
-            "per worker",
-        ),
-    ]
-    cells = "".join(
-        f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
-        for name, value, note in tiles
-        if value and value != "-"
-    )
-    return f'<div class="tiles">{cells}</div>'
-
-
-def _spent(records: RunRecords, summary: dict[str, Any]) -> str:
-    """What the wall time is the sum of, or how much of it a single attempt needed to start."""
-    commands = len(records.of_kind("driver_start"))
-    if commands > 1:
-        return f"over {counted(commands, 'command')}"
-    return "all attempts" if (summary["attempts"] or 0) > 1 else f"{seconds(summary.get('startup_s'))} of it start-up"
-
-
-def _options(options: Sequence[str]) -> str:
-    return f"<ol>{''.join(f'<li>{esc(one)}</li>' for one in options)}</ol>" if options else ""
+        ("Peak memory", size(summary["peak_memory_bytes"]) if summary["peak_memory_bytes"] else "", "per worker"),
+    ]  # fmt: skip
+    return tiles(figures)
 
 
 def restarts(records: RunRecords) -> list[Mark]:
@@ -246,17 +207,13 @@ def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> lis
 
 
 def _curves(records: RunRecords) -> str:
-    losses = rough("train", series(records.train, "loss"), "c1")
-    losses.append(Curve("eval", series(records.evals, "loss"), "c2", "dots"))
-    figures = [chart("Loss", losses, marks=marks(records), wide=True), *_trends(records)]
-    inner = "".join(figures)
-    return f'<div class="charts">{inner}</div>' if inner else ""
-
-
-def _trends(records: RunRecords) -> list[str]:
-    """The smaller charts; one with a single point is left out, since a tile shows that value already."""
+    """The loss, and smaller charts; one with a single point is left out, since a tile shows that value already."""
     rows = records.train
+    losses = [*rough("train", series(rows, "loss"), "c1"), Curve("eval", series(records.evals, "loss"), "c2", "dots")]
     norms, loads = series(rows, "grad_norm"), series(rows, "load_imbalance")
+    limit, clip = number(records.configured("optim.max_grad_norm")), []
+    if limit and norms and max(norm for _, norm in norms) >= 0.5 * limit:
+        clip = [Curve("clip", [(norms[0][0], limit), (norms[-1][0], limit)], "c8", "dashed")]
     hosts = Curve("busiest host / mean", series(rows, "host_imbalance"), "c2")
     rate = "tokens" if values(rows, "tokens_per_s") else "samples"
     per_s, times = series(rows, f"{rate}_per_s"), series(rows, "step_time_s")
@@ -269,7 +226,7 @@ def _trends(records: RunRecords) -> list[str]:
     again = {"marks": restarts(records)}
     found = [
         ("Accuracy", accuracy, {"write": lambda y: f"{y:.2%}", "tick": lambda y: f"{y:.3g}"}),
-        ("Gradient norm", rough("gradient norm", norms, "c4") + _clip_line(records, norms), {}),
+        ("Gradient norm", rough("gradient norm", norms, "c4") + clip, {}),
         ("Learning rate", [Curve("lr", series(rows, "lr"), "c3")], {"from_zero": True}),
         ("Throughput", [Curve(f"{rate} per second", per_s, "c6")], {"from_zero": True, "write": rate_text, **again}),
         ("Step time", rough("step", times, "c5"), {"from_zero": True, "write": seconds, "tick": seconds, **again}),
@@ -280,14 +237,8 @@ def _trends(records: RunRecords) -> list[str]:
     for name in own:
         evaluated = Curve("eval", series(records.evals, name), "c2", "dots")
         found.append((str(name), [Curve("train", series(rows, name), "c1"), evaluated], {}))
-    return [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
-
-
-def _pictures(pictures: Mapping[str, bytes]) -> str:
-    """The pictures, embedded so that the page is a single file."""
-    return "".join(
-        f'<div class="card scroll">{picture(_ALT.get(name, name), data)}</div>' for name, data in pictures.items()
-    )
+    smaller = [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
+    return "".join([chart("Loss", losses, marks=marks(records), wide=True), *smaller])
 
 
 _ALT = {
@@ -299,22 +250,7 @@ _ALT = {
 }
 
 
-def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> list[Curve]:
-    limit = number(records.configured("optim.max_grad_norm"))
-    if not limit or not norms or max(norm for _, norm in norms) < 0.5 * limit:
-        return []
-    return [Curve("clip", [(norms[0][0], limit), (norms[-1][0], limit)], "c8", "dashed")]
-
-
-def _foot(records: RunRecords) -> str:
-    torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
-    files = "history.csv, training_metrics.png and .json, performance_summary.txt and .json"
-    files += ", expert_activations.png and .json" if records.loads else ""
-    return f"<footer>{torn}<p>{esc(records.path)}</p><p>In the same directory: {files}.</p></footer>"
-
-
 # ---------------------------------------------------------------- snippet
-# A run as a piece of HTML for the output of a notebook's cell: its figures and its loss curves.
 
 
 #: A notebook has a theme of its own, whatever the browser prefers: its colour for text, nothing behind it, and curves
@@ -326,12 +262,8 @@ _THEMELESS = (
 
 
 def result_snippet(figures: Mapping[str, Any], history: Sequence[Row]) -> str:
-    """HTML without scripts, whose styles apply inside it only.
-
-    Args:
-        figures: name -> value; None and "" are left out.
-        history: rows of metrics.jsonl.
-    """
+    """The figures and the loss curves of a run for the output of a notebook's cell: HTML without scripts, whose styles
+    apply inside it only. Figures that are None or "" are left out; `history` are rows of metrics.jsonl."""
     losses, evals = (series([row for row in history if row.get("kind") == kind], "loss") for kind in ("train", "eval"))
     curves = chart("Loss", [Curve("train", losses, "c1"), Curve("eval", evals, "c2", "dots")])
     rows = [
@@ -348,10 +280,8 @@ def result_snippet(figures: Mapping[str, Any], history: Sequence[Row]) -> str:
 
 
 def build_report(run: RunFolder) -> str:
-    """Writes `report/` of a run in any state, including failed and running; returns the path of the page.
-
-    Errors: RunError if the folder cannot be written.
-    """
+    """Writes `report/` of a run in any state, including failed and running; returns the path of the page. Raises
+    RunError if the folder cannot be written."""
     from raytrain.report.plots import activations, devices, figure, knowledge_graph, lives, png  # loads matplotlib
 
     records = read_records(run)
@@ -374,8 +304,8 @@ def build_report(run: RunFolder) -> str:
         "training_metrics.png": png(figure(spec)),
         "history.csv": buffer.getvalue().encode(),
         "performance_summary.json": _json(summary),
-        "performance_summary.txt": _bytes(summary_text(summary)),
-        "report.html": _bytes(report_page(records, pictures)),
+        "performance_summary.txt": summary_text(summary).encode("utf-8", "replace"),
+        "report.html": report_page(records, pictures).encode("utf-8", "replace"),
     }
     for name, data in files.items():
         run.store.write_bytes(f"report/{name}", data)
@@ -384,7 +314,3 @@ def build_report(run: RunFolder) -> str:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "replace")

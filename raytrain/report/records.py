@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.wording import counted
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import join
+from raytrain.runs.storage import join, split
 
 Row = Mapping[str, Any]
 
@@ -87,30 +88,31 @@ def read_records(run: RunFolder) -> RunRecords:
     job_text = _text(run, run.job, unreadable)
     preflight = _json(run, run.preflight, unreadable)
     checks = preflight.get("checks") if isinstance(preflight, Mapping) else preflight
-    choices = plan.get("choices")
     events = _events(run, unreadable)
-    lines = _plan_lines(choices if isinstance(choices, Mapping) else {})
-    inventory = plan.get("inventory")
-    nodes = [mapping(node) for node in listed(mapping(plan.get("inventory")).get("nodes"))]
+    inventory, facts = mapping(plan.get("inventory")), mapping(plan.get("data_facts"))
+    nodes = [mapping(node) for node in listed(inventory.get("nodes"))]
+    known_facts = {name: number(facts.get(name)) for name in ("train_rows", "eval_rows", "vocab_size")}
     sources = mapping(plan.get("sources"))
     leaves = _leaves(mapping(plan.get("config")), "")
     files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
     rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
     known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
+    try:
+        alive = run.alive()
+    except (OSError, ValueError, KeyError) as error:
+        alive = unreadable.append(f"attempts: {error!r}")
     return RunRecords(
         name=run.path.rstrip("/").rsplit("/", 1)[-1],
         path=run.path,
         job_text=job_text,
-        plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
+        plan=_plan_lines(mapping(plan.get("choices")), _mapping(run, run.memory_probe, unreadable), events),
         warnings=[str(line) for line in listed(plan.get("warnings"))],
-        unusable=[str(line) for line in listed(inventory.get("unusable"))] if isinstance(inventory, Mapping) else [],
+        unusable=[str(line) for line in listed(inventory.get("unusable"))],
         gpus=sum(mapping(device).get("kind") != "cpu" for node in nodes for device in listed(node.get("devices"))),
         config=[ConfigRow(key, value, str(sources.get(key, "default"))) for key, value in leaves],
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
-        train_rows=_data_fact(plan, "train_rows"),
-        eval_rows=_data_fact(plan, "eval_rows"),
-        vocab_size=_data_fact(plan, "vocab_size"),
+        **{name: None if value is None else int(value) for name, value in known_facts.items()},
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
         loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
@@ -118,7 +120,7 @@ def read_records(run: RunFolder) -> RunRecords:
         events=events,
         result=_mapping(run, run.result, unreadable) or None,
         sample=_mapping(run, run.sample, unreadable) or None,
-        alive=_alive(run, unreadable),
+        alive=alive,
         unreadable=unreadable,
     )
 
@@ -192,39 +194,26 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _data_fact(plan: Row, name: str) -> int | None:
-    """What the plan knew of the data: rows of a split, or its vocabulary."""
-    found = number(mapping(plan.get("data_facts")).get(name))
-    return None if found is None else int(found)
-
-
-def _plan_lines(choices: Row) -> list[PlanRow]:
-    lines = []
-    for name, row in choices.items():
-        if not isinstance(row, Mapping):
-            lines.append(PlanRow(str(name), row, ""))
-        elif "how" in row:
-            bounds = ", ".join(str(bound) for bound in listed(row.get("bounds")))
-            value = f"{row['how']} ({bounds})" if bounds else str(row["how"])
-            lines.append(PlanRow(str(name), value, str(row.get("reason", "")), deferred=True))
-        else:
-            lines.append(PlanRow(str(name), row.get("value"), str(row.get("reason", ""))))
-    return lines
-
-
-def _settled(lines: list[PlanRow], probe: Row, events: Sequence[Row]) -> list[PlanRow]:
+def _plan_lines(choices: Row, probe: Row, events: Sequence[Row]) -> list[PlanRow]:
     """The plan with the decisions made after the start: by measurements, and in the event log."""
     later = {name: row for name, row in probe.items() if isinstance(row, Mapping) and "value" in row}
     later |= {str(row["what"]): row for row in events if row.get("kind") == "decision" and "what" in row}
     raised = [row for row in events if row.get("kind") == "decision" and row.get("precision")]
     if raised:
         later["precision"] = {**raised[-1], "value": raised[-1]["precision"]}
-    return [
-        PlanRow(line.name, row.get("value"), first_text(row, "reason") or line.reason, settled=True)
-        if (row := later.get(line.name))
-        else line
-        for line in lines
-    ]
+    lines = []
+    for name, row in choices.items():
+        row = row if isinstance(row, Mapping) else {"value": row}
+        reason = str(row.get("reason", ""))
+        if made := later.get(name):
+            line = PlanRow(str(name), made.get("value"), first_text(made, "reason") or reason, settled=True)
+        elif "how" in row:
+            bounds = ", ".join(str(bound) for bound in listed(row.get("bounds")))
+            line = PlanRow(str(name), f"{row['how']} ({bounds})" if bounds else str(row["how"]), reason, deferred=True)
+        else:
+            line = PlanRow(str(name), row.get("value"), reason)
+        lines.append(line)
+    return lines
 
 
 def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
@@ -240,17 +229,16 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
         if fault and (fault.get("attempt"), fault.get("rank")) not in known:
             rows.append({"kind": "fault", **fault})
     attempts = {row.get("attempt"): row for row in rows if row.get("kind") == "attempt"}
-    rows = [_located(row, attempts.get(row.get("attempt"), {})) if row.get("kind") == "fault" else row for row in rows]
+    for place, row in enumerate(rows):
+        # who recorded a fault, such as the controller of a worker that died, may not know where its attempt started,
+        # and the place of its rank: the attempt itself has recorded them
+        if row.get("kind") == "fault":
+            attempt, rank = attempts.get(row.get("attempt"), {}), number(row.get("rank"))
+            ranks = listed(attempt.get("ranks"))
+            at = mapping(ranks[int(rank)]) if rank is not None and 0 <= rank < len(ranks) else {}
+            facts = {"from_step": attempt.get("from_step"), "node": at.get("node"), "pid": at.get("pid")}
+            rows[place] = {**row, **{key: seen for key, seen in facts.items() if seen is not None}}
     return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)
-
-
-def _located(fault: Row, attempt: Row) -> Row:
-    """A fault with the start of its attempt and the place of its rank as that attempt recorded them: who recorded the
-    fault, such as the controller of a worker that died, may not know them."""
-    ranks, rank = listed(attempt.get("ranks")), number(fault.get("rank"))
-    at = mapping(ranks[int(rank)]) if rank is not None and 0 <= rank < len(ranks) else {}
-    known = {"from_step": attempt.get("from_step"), "node": at.get("node"), "pid": at.get("pid")}
-    return {**fault, **{key: seen for key, seen in known.items() if seen is not None}}
 
 
 def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:
@@ -262,25 +250,13 @@ def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:
             yield dotted, value
 
 
-def _alive(run: RunFolder, unreadable: list[str]) -> dict[str, Any] | None:
-    try:
-        return run.alive()
-    except (OSError, ValueError, KeyError) as error:
-        unreadable.append(f"attempts: {error!r}")
-        return None
-
-
-def _file(path: str) -> str:
-    return path.rsplit("/", 1)[-1]
-
-
 def _text(run: RunFolder, path: str, unreadable: list[str]) -> str | None:
     if not run.exists(path):
         return None
     try:
         return run.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        unreadable.append(f"{_file(path)}: {error}")
+        unreadable.append(f"{split(path)[1]}: {error}")
         return None
 
 
@@ -291,7 +267,7 @@ def _json(run: RunFolder, path: str, unreadable: list[str]) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        unreadable.append(f"{_file(path)}: {error}")
+        unreadable.append(f"{split(path)[1]}: {error}")
         return None
 
 
@@ -314,5 +290,5 @@ def _rows(run: RunFolder, path: str, unreadable: list[str]) -> list[Row]:
         if isinstance(row, dict):
             rows.append(row)
     if torn:
-        unreadable.append(f"{_file(path)}: {torn} broken line{'s' if torn > 1 else ''} left out")
+        unreadable.append(f"{split(path)[1]}: {counted(torn, 'broken line')} left out")
     return rows

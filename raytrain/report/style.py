@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+from collections.abc import Sequence
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -35,7 +36,49 @@ def picture(alt: str, data: bytes) -> str:
     return f'<img alt="{esc(alt)}" loading="lazy" style="max-width:100%" src="data:image/png;base64,{encoded}">'
 
 
-STYLE = """
+def card(inner: str) -> str:
+    return f'<div class="card">{inner}</div>'
+
+
+def sections(parts: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
+    """(links, sections) of (id, title, HTML); those without content are left out."""
+    shown = [(key, title, body) for key, title, body in parts if body]
+    links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in shown)
+    body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in shown)
+    return f"<nav>{links}</nav>", body
+
+
+def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
+    """Boxes of (name, value, note); those without a value are left out."""
+    cells = "".join(
+        f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
+        for name, value, note in figures
+        if value and value != "-"
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def header(brand: str, title: str, state: str, tone: str, lead: str, facts: Sequence[str] = ()) -> str:
+    """The head of a page: a title with a coloured state, a sentence, and facts, of which "" is left out."""
+    shown = "".join(f"<span>{esc(fact)}</span>" for fact in facts if fact)
+    meta = f'<p class="meta">{shown}</p>' if facts else ""
+    return (
+        f'<header><p class="brand">raytrain {brand}</p><div class="head"><h1>{esc(title)}</h1>'
+        f'<span class="pill {tone}">{esc(state)}</span></div><p class="lead">{esc(lead)}</p>{meta}</header>'
+    )
+
+
+def finding(severity: str, title: str, evidence: str, remedy: str = "", options: Sequence[str] = ()) -> str:
+    items = "".join(f"<li>{esc(one)}</li>" for one in options)
+    more = (f"<p class=remedy>{esc(remedy)}</p>" if remedy else "") + (f"<ol>{items}</ol>" if items else "")
+    return (
+        f'<article class="card finding {severity}"><span class="badge">{severity}</span>'
+        f"<b>{esc(title)}</b><p>{esc(evidence)}</p>{more}</article>"
+    )
+
+
+STYLE = (
+    """
 :root{
   --bg:#f5f6f8; --card:#fff; --ink:#18212c; --soft:#566170; --line:#e1e5ea; --grid:#e9ecf0;
   --accent:#2459cf; --c1:#2f6bd8; --c2:#d2600a; --c3:#15845a; --c4:#8b46c1; --c5:#c02b5e; --c6:#0e7f93;
@@ -132,18 +175,9 @@ svg .grid{color:var(--grid);stroke-width:1}
 svg .axis{color:var(--soft);stroke-width:1;opacity:.6}
 svg .restart{stroke-dasharray:3 4;stroke-width:1.5}
 svg .checkpoint{stroke-width:2}
-.c1{color:var(--c1)}
-.c2{color:var(--c2)}
-.c3{color:var(--c3)}
-.c4{color:var(--c4)}
-.c5{color:var(--c5)}
-.c6{color:var(--c6)}
-.c7{color:var(--c7)}
-.c8{color:var(--c8)}
-.c9{color:var(--c9)}
-.c10{color:var(--c10)}
-.c11{color:var(--c11)}
-.c12{color:var(--c12)}
+"""
+    + "".join(f".c{number}{{color:var(--c{number})}}\n" for number in range(1, 13))
+    + """\
 .restart{color:var(--bad)}
 .checkpoint{color:var(--soft)}
 .key.dashed,.key.restart{
@@ -215,3 +249,4 @@ footer p+p{margin-top:4px}
   nav{display:none}
 }
 """
+)

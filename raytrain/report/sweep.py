@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.wording import counted, loss_text, measured, rate_text, seconds, size
+from raytrain.report.charts import line, panel
 from raytrain.report.records import listed, mapping, number
-from raytrain.report.style import esc, page, picture
+from raytrain.report.style import card, esc, header, page, picture
 from raytrain.report.tables import label, shown, table
 from raytrain.runs.folder import RunFolder, shell_command
 from raytrain.runs.storage import join, open_store
 
 # ---------------------------------------------------------------- tune figures
-# Plot specs of a search, as JSON mappings with exactly the plotted numbers, built from the trial rows.
 
 
 MIB = 2**20
@@ -30,14 +30,8 @@ def whole_spec(
     rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Sequence[tuple[int, float]]], *, best: int, metric: str,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trials that are complete runs: evaluation losses by step, and the metric of each trial.
-
-    Args:
-        rows: rows of trials.jsonl.
-        curves: trial -> (step, loss) of each evaluation.
-        best: number of the chosen trial.
-        metric: "eval_loss" or "samples_per_s".
-    """
+    """The plot spec of trials that are complete runs (`rows` of trials.jsonl): evaluation losses by step (`curves`:
+    trial -> (step, loss) of each), and the metric of each trial, of which `best` was chosen."""
     metric_label = {"eval_loss": "lowest eval loss", "samples_per_s": "samples per second"}[metric]
     lines = []
     for row in sorted(rows, key=lambda one: one["trial"] == best):
@@ -48,45 +42,37 @@ def whole_spec(
             label = ", ".join(values) + (", stopped early" if row["outcome"] == "stopped" else "")
             if len(rows) > NAMED and row["trial"] != best:
                 label = ""
-            lines.append(_line(label, points, faint=row["trial"] != best))
+            lines.append(line(label, points, faint=row["trial"] != best))
     ended = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
     bars = [
-        _line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
-        _line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
+        line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
+        line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
     ]
     chosen = next(row for row in rows if row["trial"] == best)
     return {
         "title": f"{name}: {len(rows)} {'trial' if len(rows) == 1 else 'trials'}, trial {best} chosen",
         "panels": [
-            {"title": "evaluation loss", "x_label": "step", "y_label": "loss", "kind": "line", "series": lines},
-            {
-                "title": metric_label,
-                "x_label": "trial",
-                "y_label": metric_label,
-                "kind": "dot",
-                "series": [bar for bar in bars if bar["x"]],
-                "marks": [{"x": best, "y": chosen[metric], "text": "chosen"}],
-            },
+            panel("evaluation loss", "loss", lines),
+            panel(
+                metric_label, metric_label, [bar for bar in bars if bar["x"]], x_label="trial", kind="dot",
+                marks=[{"x": best, "y": chosen[metric], "text": "chosen"}],
+            ),
         ],
-    }
-
-
-def _line(label: str, points: Sequence[tuple[float | None, float | None]], *, faint: bool = False) -> dict[str, Any]:
-    return {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points], "faint": faint}
+    }  # fmt: skip
 
 
 def batch_spec(
     table: Sequence[Mapping[str, Any]], *, sizes: Sequence[int], chosen: tuple[str, int], budget: int | None,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """A search over batch size and precision: throughput and peak memory by micro-batch size.
+    """The plot spec of a search over batch size and precision: throughput and peak memory by micro-batch size.
 
     Args:
         table: `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of
             the kind.
         sizes: all sizes that the search could try; a line connects only neighbours among them, so that it has a gap
             where a size was not measured.
-        chosen: the chosen (precision, micro-batch size): the knee.
+        chosen: the chosen (precision, micro-batch size).
         budget: bytes that a process may use.
     """
     precisions = list(dict.fromkeys(row["precision"] for row in table))
@@ -105,15 +91,15 @@ def batch_spec(
                     speed.append((None, None))
                 speed.append((x, y))
             intervals = [(row["micro_batch_size"], max(0.0, row["low"]), row["high"]) for row in timed]
-            speeds.append({**_line(precision, speed), "hue": hue, "intervals": intervals})
-        peaks += [{**_line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
-        peaks += [{**_line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
+            speeds.append({**line(precision, speed), "hue": hue, "intervals": intervals})
+        peaks += [{**line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
+        peaks += [{**line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
     chosen_row = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
-    left = {"title": "rows per second of one worker (least to most)", "x_label": "micro-batch size",
-            "y_label": "rows/s", "kind": "line", "doubling": True, "series": speeds,
-            "marks": [{"x": chosen[1], "y": chosen_row["rows_per_s"], "text": "chosen"}]}  # fmt: skip
-    right = {"title": "peak memory of one process", "x_label": "micro-batch size", "y_label": "MiB", "kind": "line",
-             "doubling": True, "series": peaks}  # fmt: skip
+    left = panel(
+        "rows per second of one worker (least to most)", "rows/s", speeds, x_label="micro-batch size", doubling=True,
+        marks=[{"x": chosen[1], "y": chosen_row["rows_per_s"], "text": "chosen"}],
+    )  # fmt: skip
+    right = panel("peak memory of one process", "MiB", peaks, x_label="micro-batch size", doubling=True)
     highest = max((y for line in peaks for y in line["y"]), default=0.0)
     if budget is not None and budget / MIB < 3 * highest:
         right["limit"] = {"y": budget / MIB, "text": "memory budget"}
@@ -141,10 +127,7 @@ def is_sweep(path: str) -> bool:
 
 
 def build_sweep_report(sweep: RunFolder) -> str:
-    """Writes `report/report.html` of a search in any state; returns its path.
-
-    Errors: RunError if the folder cannot be written.
-    """
+    """Writes `report/report.html` of a search in any state; returns its path."""
     html = sweep_page(
         sweep.path, trials=sweep.read_rows(TRIALS), outcome=_json(sweep, OUTCOME),
         title=str(_json(sweep, PLOT).get("title") or ""),
@@ -170,11 +153,8 @@ def sweep_page(
     name = path.rstrip("/").rpartition("/")[2]
     done = outcome.get("status") == "done"
     spent = f" in {seconds(number(outcome.get('wall_s')))}" if outcome.get("wall_s") else ""
-    head = (
-        f'<header><p class="brand">raytrain search</p><div class="head"><h1>{esc(name)}</h1>'
-        f'<span class="pill {"good" if done else "info"}">{"done" if done else "not finished"}</span></div>'
-        f'<p class="lead">{esc(title)}</p><p class="meta"><span>{len(trials)} trials{esc(spent)}</span></p></header>'
-    )
+    state, tone = ("done", "good") if done else ("not finished", "info")
+    head = header("search", name, state, tone, title, [f"{len(trials)} trials{spent}"])
     use = f'<p class="note">Train with it: <code>{esc(shell_command("train", "--from-tune", path))}</code></p>'
     decision, winner = mapping(outcome.get("decision")), mapping(outcome.get("best"))
     reasons = {"precision.dtype": "precision", "loop.micro_batch_size": "micro_batch_size"}
@@ -186,10 +166,10 @@ def sweep_page(
         rows.append([f"<code>{esc(key)}</code>", shown(value), esc(why or "")])
     columns = [("Key", "k"), ("Value", "v"), ("Why", "soft")]
     sections = [
-        ("What was chosen", f'<div class="card">{table(columns, rows)}</div>' if rows else ""),
+        ("What was chosen", card(table(columns, rows)) if rows else ""),
         ("Curves", f'<div class="card scroll">{picture("measurements of the trials", drawn)}</div>' if drawn else ""),
         ("Trials", _trials(trials, outcome)),
-        ("best.yaml", f'<div class="card"><pre>{esc(best.rstrip())}</pre></div>{use}' if best else ""),
+        ("best.yaml", card(f"<pre>{esc(best.rstrip())}</pre>") + use if best else ""),
     ]
     body = "".join(f"<section><h2>{esc(title)}</h2>{inner}</section>" for title, inner in sections if inner)
     return page(f"{name} - raytrain", f"{head}{body}<footer><p>{esc(path)}</p></footer>")
@@ -201,24 +181,21 @@ def _trials(trials: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> 
     rows, names, note = (sizes, OF_SIZES, "note") if sizes else (trials, OF_RUNS, "reason")
     kept = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
     keys = [] if sizes else list(dict.fromkeys(key for row in trials for key in mapping(row.get("values"))))
-    told = any(row.get(note) for row in rows)
+    chosen, told = mapping(outcome.get("values")), any(row.get(note) for row in rows)
+    best = chosen.get("precision.dtype"), chosen.get("loop.micro_batch_size")
     columns = [*((TITLES.get(name) or label(name), "v") for name in kept), *((key, "v") for key in keys)]
     cells = []
     for row in rows:
         written = [_cell(name, row.get(name)) for name in kept]
-        written[0] += CHOSEN if _is_chosen(row, outcome, sizes=bool(sizes)) else ""
+        if sizes:
+            is_chosen = (row.get("precision"), row.get("micro_batch_size")) == best
+        else:
+            is_chosen = row.get("trial") == mapping(outcome.get("best")).get("trial")
+        written[0] += CHOSEN if is_chosen else ""
         written += [shown(mapping(row.get("values")).get(key)) for key in keys]
         cells.append([*written, *([esc(row.get(note) or "")] if told else [])])
     columns += [(note, "soft")] if told else []
-    return f'<div class="card">{table(columns, cells)}</div>' if cells else ""
-
-
-def _is_chosen(row: Mapping[str, Any], outcome: Mapping[str, Any], *, sizes: bool) -> bool:
-    if not sizes:
-        return row.get("trial") == mapping(outcome.get("best")).get("trial")
-    chosen = mapping(outcome.get("values"))
-    pairs = (("precision", "precision.dtype"), ("micro_batch_size", "loop.micro_batch_size"))
-    return all(row.get(name) == chosen.get(key) for name, key in pairs)
+    return card(table(columns, cells)) if cells else ""
 
 
 def _cell(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.wording import counted, plain_number, seconds, size
 from raytrain.report.figures import HISTORY_COLUMNS, cause_of, history, ranks_of, time_account
 from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_text, listed, mapping, number
-from raytrain.report.style import esc
+from raytrain.report.style import card, esc
 
 # ---------------------------------------------------------------- tables
 
@@ -87,7 +87,7 @@ def sample(records: RunRecords) -> str:
 
 def time_table(records: RunRecords) -> str:
     """The wall time by purpose: a bar with the largest part first, and a table that adds up to the total."""
-    account = [(part, spent) for part, spent in time_account(records)]
+    account = time_account(records)
     total = sum(spent for _, spent in account)
     if total <= 0:
         return ""
@@ -97,11 +97,7 @@ def time_table(records: RunRecords) -> str:
         for part, spent in sorted((row for row in account if row[1] > 0), key=lambda row: -row[1])
     )
     rows = [
-        [
-            f'<i class="swatch {colours.get(part, "c8")}"></i>{esc(part)}',
-            esc(seconds(spent)),
-            f"{spent / total:.1%}",
-        ]
+        [f'<i class="swatch {colours[part]}"></i>{esc(part)}', esc(seconds(spent)), f"{spent / total:.1%}"]
         for part, spent in account
     ]
     rows.append(["<b>total</b>", f"<b>{esc(seconds(total))}</b>", ""])
@@ -114,18 +110,13 @@ def plan_table(plan: Sequence[PlanRow]) -> str:
     """Every decision with its value and its reason."""
     if not plan:
         return ""
-    rows = [
-        [esc(line.name.replace("_", " ")), f"{shown(line.value, line.name)}{_when(line)}", esc(line.reason)]
-        for line in plan
-    ]
+    rows = []
+    for line in plan:
+        badge = ' <span class="badge info">after the start</span>' if line.deferred else ""
+        badge = ' <span class="badge good">resolved in the run</span>' if line.settled else badge
+        rows.append([esc(line.name.replace("_", " ")), shown(line.value, line.name) + badge, esc(line.reason)])
     columns = [("Decision", "k"), ("Value", "v"), ("Reason", "soft")]
-    return f'<div class="card">{table(columns, rows)}</div>'
-
-
-def _when(line: PlanRow) -> str:
-    if line.settled:
-        return ' <span class="badge good">resolved in the run</span>'
-    return ' <span class="badge info">after the start</span>' if line.deferred else ""
+    return card(table(columns, rows))
 
 
 def epochs(records: RunRecords) -> str:
@@ -143,7 +134,7 @@ def epochs(records: RunRecords) -> str:
     cells = [[esc(write.get(key, plain_number)(row[key])) for key in kept] for row in cut]
     note = "" if cut is rows else '<p class="note">The first and last 30; all of them are in history.csv.</p>'
     columns = [(label(key), "n") for key in kept]
-    return f'<div class="card">{table(columns, cells)}</div>{note}'
+    return card(table(columns, cells)) + note
 
 
 def machine(records: RunRecords) -> str:
@@ -166,18 +157,11 @@ def machine(records: RunRecords) -> str:
         "Batches": first_text((records.of_kind("transfers") or [{}])[-1], "reason"),
     }
     inner = "".join(f"<dt>{esc(key)}</dt><dd>{esc(value)}</dd>" for key, value in pairs.items() if value)
-    inner += _dashboard(records)
-    facts = f'<div class="card"><dl class="pairs">{inner}</dl></div>' if inner else ""
+    url = first_text((records.of_kind("dashboard") or [{}])[-1], "url")
+    if re.fullmatch(r"https?://[\w.:\-\[\]]+/?", url):
+        inner += f'<dt>Ray dashboard</dt><dd><a href="{esc(url)}">{esc(url)}</a>, while the cluster runs</dd>'
+    facts = card(f'<dl class="pairs">{inner}</dl>') if inner else ""
     return facts + ranks(records) + _checks(records.preflight)
-
-
-def _dashboard(records: RunRecords) -> str:
-    """A link to Ray's dashboard, for a run on a cluster that has one."""
-    rows = records.of_kind("dashboard")
-    url = first_text(rows[-1], "url") if rows else ""
-    if not re.fullmatch(r"https?://[\w.:\-\[\]]+/?", url):
-        return ""
-    return f'<dt>Ray dashboard</dt><dd><a href="{esc(url)}">{esc(url)}</a>, while the cluster runs</dd>'
 
 
 def ranks(records: RunRecords) -> str:
@@ -193,7 +177,7 @@ def ranks(records: RunRecords) -> str:
         for rank, row in enumerate(rows)
     ]  # fmt: skip
     columns = [("Rank", "n"), ("Node", "k"), ("Device", "k"), ("CUDA_VISIBLE_DEVICES", "k"), ("Computing", "n")]
-    return f'<h3>Workers</h3><div class="card">{table(columns, cells)}</div>'
+    return f"<h3>Workers</h3>{card(table(columns, cells))}"
 
 
 def _checks(checks: Sequence[Row]) -> str:
@@ -209,26 +193,25 @@ def _checks(checks: Sequence[Row]) -> str:
         for row in checks
     ]
     columns = [("Check", "k"), ("Result", "k"), ("Seen", "soft")]
-    return f'<h3>Checks before the start</h3><div class="card">{table(columns, rows)}</div>'
+    return f"<h3>Checks before the start</h3>{card(table(columns, rows))}"
 
 
 def configuration(records: RunRecords) -> str:
     """The keys that were given, the defaults (collapsed), and the original job file."""
     given = [line for line in records.config if line.source != "default"]
     rest = [line for line in records.config if line.source == "default"]
-    parts = [f'<div class="card">{_config_table(given)}</div>' if given else ""]
+    parts = [_config_table(given)] if given else []
     if rest:
-        inner = f'<div class="card">{_config_table(rest)}</div>'
-        parts.append(f"<details><summary>{len(rest)} keys at their defaults</summary>{inner}</details>")
+        parts.append(f"<details><summary>{len(rest)} keys at their defaults</summary>{_config_table(rest)}</details>")
     if records.job_text:
-        inner = f'<div class="card"><pre>{esc(records.job_text.rstrip())}</pre></div>'
+        inner = card(f"<pre>{esc(records.job_text.rstrip())}</pre>")
         parts.append(f"<details{'' if given else ' open'}><summary>job.yaml as given</summary>{inner}</details>")
     return "".join(parts)
 
 
 def _config_table(lines: Sequence[ConfigRow]) -> str:
     rows = [[f"<code>{esc(line.key)}</code>", shown(line.value), esc(line.source)] for line in lines]
-    return table([("Key", "k"), ("Value", "v"), ("Source", "soft")], rows)
+    return card(table([("Key", "k"), ("Value", "v"), ("Source", "soft")], rows))
 
 
 # ---------------------------------------------------------------- timeline
@@ -258,22 +241,19 @@ def timeline(events: Sequence[Row]) -> str:
         for row in events
     ]
     start = next((when for row in events if (when := number(row.get("time"))) is not None), None)
-    items = [_event_item(group, start) for group in _grouped(events)]
-    if len(items) > _EVENTS_SHOWN:
-        half = _EVENTS_SHOWN // 2
-        left_out = f"<li><time></time><p class=soft>{len(items) - _EVENTS_SHOWN} left out</p></li>"
-        items = [*items[:half], left_out, *items[-half:]]
-    return f'<div class="card"><ol class="events">{"".join(items)}</ol></div>' if items else ""
-
-
-def _grouped(events: Sequence[Row]) -> list[list[Row]]:
     groups: list[list[Row]] = []
     for row in events:
         if groups and groups[-1][0].get("kind") == row.get("kind") and row.get("kind") not in _APART:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [part for group in groups for part in ([group] if len(group) > 3 else [[row] for row in group])]
+    parts = [part for group in groups for part in ([group] if len(group) > 3 else [[row] for row in group])]
+    items = [_event_item(part, start) for part in parts]
+    if len(items) > _EVENTS_SHOWN:
+        half = _EVENTS_SHOWN // 2
+        left_out = f"<li><time></time><p class=soft>{len(items) - _EVENTS_SHOWN} left out</p></li>"
+        items = [*items[:half], left_out, *items[-half:]]
+    return f'<div class="card"><ol class="events">{"".join(items)}</ol></div>' if items else ""
 
 
 _APART = ("attempt", "failure", "fault", "decision", "warning")
@@ -290,7 +270,14 @@ def _event_item(group: Sequence[Row], start: float | None) -> str:
     row = group[0]
     kind, when = str(row.get("kind", "event")), number(row.get("time"))
     offset = f"+{seconds(max(0.0, when - start))}" if when is not None and start is not None else ""
-    text, more = _event_words(kind, row)
+    if kind in _SENTENCES:
+        text, more = _SENTENCES[kind](row)
+    else:  # lists and mappings are left to events.jsonl
+        text = cause_of(row)
+        fields = {key: seen for key, seen in row.items() if key not in _HIDDEN and seen not in (None, "")}
+        plain = {key: _brief(seen, key) for key, seen in fields.items() if not isinstance(seen, list | dict)}
+        more = ", ".join(f"{label(key)} {seen}" for key, seen in plain.items() if len(seen) < 4 or seen not in text)
+        text, more = (text, more) if text else (more, "")
     if len(group) > 1:
         steps = [int(step) for member in group if (step := number(member.get("step"))) is not None]
         text = f"{len(group)} times" + (f", steps {min(steps):,} to {max(steps):,}" if steps else "")
@@ -302,18 +289,6 @@ def _event_item(group: Sequence[Row], start: float | None) -> str:
     return f"<li><time>{esc(offset)}</time><div>{inner}</div></li>"
 
 
-def _event_words(kind: str, row: Row) -> tuple[str, str]:
-    """(what happened, further details): a sentence about the kinds that have no message of their own, otherwise the
-    message of the event and its plain fields. Lists and mappings are left to events.jsonl."""
-    if kind in _SENTENCES:
-        return _SENTENCES[kind](row)
-    text = cause_of(row)
-    fields = {key: seen for key, seen in row.items() if key not in _HIDDEN and seen not in (None, "")}
-    plain = {key: _brief(seen, key) for key, seen in fields.items() if not isinstance(seen, list | dict)}
-    more = ", ".join(f"{label(key)} {seen}" for key, seen in plain.items() if len(seen) < 4 or seen not in text)
-    return (text, more) if text else (more, "")
-
-
 def _brief(value: Any, key: str = "") -> str:
     if isinstance(value, float):
         return seconds(value) if key.endswith("_s") else plain_number(value)
@@ -321,9 +296,8 @@ def _brief(value: Any, key: str = "") -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _count(row: Row, key: str, singular: str, plural: str = "") -> str:
-    found = int(number(row.get(key)) or 0)
-    return counted(found, singular, plural)
+def _whole(row: Row, key: str) -> int:
+    return int(number(row.get(key)) or 0)
 
 
 def _driver_start(row: Row) -> tuple[str, str]:
@@ -333,35 +307,21 @@ def _driver_start(row: Row) -> tuple[str, str]:
     return text, f"changed: {changed}" if changed else ""
 
 
-def _driver_end(row: Row) -> tuple[str, str]:
-    return f"the command ended: {first_text(row, 'status')}, {first_text(row, 'reason')}", ""
-
-
 def _attempt(row: Row) -> tuple[str, str]:
     """The step it starts from matters more than the reason, which only later attempts have."""
     nodes = {str(mapping(rank).get("node")) for rank in listed(row.get("ranks"))}
     text = (
-        f"attempt {row.get('attempt')} begins at step {int(number(row.get('from_step')) or 0):,}: "
-        f"{_count(row, 'workers', 'worker')} on {row.get('device')} in {row.get('precision')}"
+        f"attempt {row.get('attempt')} begins at step {_whole(row, 'from_step'):,}: "
+        f"{counted(_whole(row, 'workers'), 'worker')} on {row.get('device')} in {row.get('precision')}"
     )
     text += f", on {len(nodes)} nodes" if len(nodes) > 1 else f", on {row.get('node')}" if row.get("node") else ""
     return text, cause_of(row) if (number(row.get("attempt")) or 1) > 1 else ""
 
 
-def _attempt_end(row: Row) -> tuple[str, str]:
-    where = f"attempt {row.get('attempt')} ended at step {int(number(row.get('step')) or 0):,}"
-    return f"{where}: {first_text(row, 'outcome')}, {first_text(row, 'reason')}", ""
-
-
 def _checkpoint(row: Row) -> tuple[str, str]:
-    text = f"step {int(number(row.get('step')) or 0):,}"
+    text = f"step {_whole(row, 'step'):,}"
     stall = number(row.get("stall_s"))
     return text if stall is None else f"{text}; training waited {seconds(stall)}", ""
-
-
-def _exported(row: Row) -> tuple[str, str]:
-    step = int(number(row.get("step")) or 0)
-    return f"the weights of step {step:,} were written in {seconds(number(row.get('seconds')))}", ""
 
 
 def _decision(row: Row) -> tuple[str, str]:
@@ -392,14 +352,17 @@ def _fault(row: Row) -> tuple[str, str]:
     return cause_of(row), ", ".join(part for part in details if part)
 
 
-def _message(row: Row) -> tuple[str, str]:
-    return cause_of(row), ""
-
-
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
-    "driver_start": _driver_start, "driver_end": _driver_end, "attempt": _attempt, "attempt_end": _attempt_end,
-    "checkpoint": _checkpoint, "exported": _exported, "decision": _decision, "fault": _fault,
-    "preparation": _message,
-    "memory_remedies": _message, "dashboard": _message,
+    "driver_start": _driver_start, "attempt": _attempt, "checkpoint": _checkpoint, "decision": _decision,
+    "fault": _fault,
+    "driver_end": lambda row: (f"the command ended: {first_text(row, 'status')}, {first_text(row, 'reason')}", ""),
+    "attempt_end": lambda row: (
+        f"attempt {row.get('attempt')} ended at step {_whole(row, 'step'):,}: {first_text(row, 'outcome')}, "
+        f"{first_text(row, 'reason')}", ""
+    ),
+    "exported": lambda row: (
+        f"the weights of step {_whole(row, 'step'):,} were written in {seconds(number(row.get('seconds')))}", ""
+    ),
+    **dict.fromkeys(("preparation", "memory_remedies", "dashboard"), lambda row: (cause_of(row), "")),
 }  # fmt: skip
 """Kind of event -> (a sentence, details); of others, the message and the plain fields are shown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raytrain.errors import ClusterLost, CollectiveFailed
@@ -28,10 +28,9 @@ class Death:
     """A process that held state and has died.
 
     Attributes:
-        who: its name in messages.
         node, pid: where it ran; empty and None where it never started.
         time: when the death was noticed, in unix seconds.
-        why: the reason given by whoever noticed it. silent: it did not respond, and was ended.
+        silent: it did not respond, and was ended.
     """
 
     who: str
@@ -53,20 +52,17 @@ class Fault:
     driver if Ray itself was lost.
 
     Attributes:
-        attempt: the attempt that failed.
-        rank: the rank of the worker; None if Ray itself was lost.
+        rank: None if Ray itself was lost.
         step: the optimizer step it was running (0 = before the first). Of a process that died: the one after the last
             that rank 0 had reported, which may be seconds old; None before the first.
         error: name of the exception type, "WorkerDied" or "ClusterLost".
         message: the first line of the exception's message; of a process that died, which one and what is known of why.
-        traceback: the text of the traceback ("" if the process died).
         precision: the `precision.dtype` in use.
         reduced: whether the step ran under autocast.
         final: the failure is an error that raytrain explains itself, so that a retry cannot succeed.
         from_step: the step that the attempt started from, as known to the recording process (`origins` is exact; 0 of
             an attempt that was lost with Ray).
         time: unix seconds.
-        out_of_memory: whether the exception type is an out-of-memory error.
         micro_batch: rows of a micro-batch at that time; None if the process died, or before the first micro-batch.
         node: id of the node of the worker in Ray; None if it is not known.
         place: `file:line in function` of the user's own code that raised the exception; "" if none did.
@@ -77,12 +73,12 @@ class Fault:
     step: int | None
     error: str
     message: str
-    traceback: str
-    precision: str
-    reduced: bool
-    final: bool
-    from_step: int
-    time: float
+    traceback: str = ""
+    precision: str = ""
+    reduced: bool = False
+    final: bool = False
+    from_step: int = 0
+    time: float = field(default_factory=time.time)
     out_of_memory: bool = False
     micro_batch: int | None = None
     node: str | None = None
@@ -118,32 +114,12 @@ def record_lost_ranks(
     attempt = run.current_attempt()
     for rank in ranks:
         if not run.exists(record_of(attempt, rank)):
-            write_fault(run, died_worker(attempt, rank, message, step=step, node=node))
-
-
-def died_worker(attempt: int, rank: int, message: str, *, step: int | None = None, node: str | None = None) -> Fault:
-    """The fault of a worker whose process ended without a record of its own."""
-    return Fault(
-        attempt=attempt, rank=rank, step=step, error="WorkerDied", message=message, traceback="", precision="",
-        reduced=False, final=False, from_step=0, time=time.time(), node=node,
-    )  # fmt: skip
+            write_fault(run, Fault(attempt, rank, step, "WorkerDied", message, node=node))
 
 
 def lost_cluster(attempt: int, message: str, *, time: float) -> Fault:
     """The fault of an attempt that ended because Ray itself was lost."""
-    return Fault(
-        attempt=attempt,
-        rank=None,
-        step=None,
-        error=CLUSTER_LOST,
-        message=message,
-        traceback="",
-        precision="",
-        reduced=False,
-        final=False,
-        from_step=0,
-        time=time,
-    )
+    return Fault(attempt, None, None, CLUSTER_LOST, message, time=time)
 
 
 def read_faults(run: RunFolder, *, since: int) -> list[Fault]:

@@ -40,10 +40,8 @@ _HEARTBEAT = "attempts/heartbeat.json"
 
 
 def process_start(pid: int) -> int | None:
-    """Start time of a live process of this machine in clock ticks since boot; None if it is dead or a zombie.
-
-    Together with the pid it identifies a process uniquely: pids are reused, start times are not.
-    """
+    """Start time of a live process of this machine in clock ticks since boot, which together with the reused pid is
+    unique; None if it is dead or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -59,78 +57,61 @@ def this_process() -> dict[str, Any]:
 
 
 class Attempts:
-    """The `attempts/` directory of one run folder."""
+    """The numbered attempts in `attempts/` of a folder, and their owners {host, pid, start}."""
 
     def __init__(self, store: LocalStore | ObjectStore) -> None:
-        self._store = store
+        self.store = store
         self._last_beat = -_BEAT_EVERY_S
 
-    def found(self, owner: dict[str, Any]) -> None:
-        self._store.create_exclusive("attempts/0000.json", _record(owner))
-
-    def take_next(self, owner: dict[str, Any]) -> int:
-        """Claims the next number (from 1) for `owner`; concurrent callers get different numbers."""
-        number = self.current() + 1
-        while not self._store.create_exclusive(f"attempts/{number:04d}.json", _record(owner)):
+    def next_attempt(self, owner: dict[str, Any]) -> int:
+        """Claims the next number (from 1) for `owner`: every older attempt then ends before it writes. Concurrent
+        callers get different numbers."""
+        number = self.current_attempt() + 1
+        while not self._claim(number, owner):
             number += 1
         return number
 
-    def current(self) -> int:
-        names = (entry.name for entry in self._store.entries("attempts"))
+    def current_attempt(self) -> int:
+        """The newest attempt number, 0 before the first; cheap."""
+        names = (entry.name for entry in self.store.entries("attempts"))
         return max((int(name[:-5]) for name in names if name[:-5].isdigit()), default=0)
 
     def owner(self) -> dict[str, Any] | None:
-        """The owner {host, pid, start} of the newest attempt, or the creator of the folder before the first."""
-        return self._read(f"attempts/{self.current():04d}.json")
+        """The owner of the newest attempt; before the first, the creator of the folder."""
+        return self.owner_of(self.current_attempt())
 
     def owner_of(self, number: int) -> dict[str, Any] | None:
-        """The owner of attempt `number`, {host, pid, start}; None if the attempt does not exist."""
+        """The owner of attempt `number`; None if the attempt does not exist."""
         record = self._read(f"attempts/{number:04d}.json")
         return None if record is None else {name: record[name] for name in ("host", "pid", "start")}
 
-    def beat(self) -> None:
-        """Writes the heartbeat, unless it was written less than 5 s ago."""
+    def heartbeat(self) -> None:
+        """Records that the newest attempt is alive, for readers on other hosts; writes at most every 5 s."""
         now = time.monotonic()
         if now - self._last_beat >= _BEAT_EVERY_S:
             self._last_beat = now
-            row = {"attempt": self.current(), "time": time.time()}
-            self._store.write_bytes(_HEARTBEAT, json.dumps(row).encode())
-
-    def alive(self, *, ended: float | None) -> dict[str, Any] | None:
-        """The owner if its process still works on this run, else None.
-
-        On the owner's host the process itself is checked; on other hosts a heartbeat younger than 30 s counts.
-
-        Args:
-            ended: when the result was written (unix seconds). A result written after the newest attempt started
-                ends that attempt, even if its process (such as a notebook) is still alive.
-        """
-        owner = self.owner()
-        if owner is None:
-            return None
-        began = self._store.changed(f"attempts/{self.current():04d}.json")
-        if began is not None and ended is not None and ended > began:
-            return None
-        return owner if self.lives(owner) else None
+            row = {"attempt": self.current_attempt(), "time": time.time()}
+            self.store.write_bytes(_HEARTBEAT, json.dumps(row).encode())
 
     def lives(self, owner: dict[str, Any]) -> bool:
-        """Whether an owner's process is alive, on its own host by the process itself, on others by the heartbeat."""
+        """Whether an owner's process is alive: on its own host by the process itself, on others by a heartbeat younger
+        than 30 s."""
         if owner["host"] == socket.gethostname():
             start = process_start(owner["pid"])
             return start is not None and start == owner["start"]
         beat = self._read(_HEARTBEAT)
         return beat is not None and time.time() - beat["time"] < HEARTBEAT_S
 
+    def _claim(self, number: int, owner: dict[str, Any]) -> bool:
+        # The nonce makes two records of one owner differ, so that a race on an object store has one winner.
+        record = {**owner, "time": time.time(), "nonce": secrets.token_hex(8)}
+        return self.store.create_exclusive(f"attempts/{number:04d}.json", json.dumps(record).encode())
+
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads(self._store.read_bytes(name))
+            return json.loads(self.store.read_bytes(name))
         except FileNotFoundError:
             return None
-
-
-def _record(owner: dict[str, Any]) -> bytes:
-    # The nonce makes two records of one owner differ, so that a race on an object store has one winner.
-    return json.dumps(plain({**owner, "time": time.time(), "nonce": secrets.token_hex(8)})).encode()
 
 
 # ---------------------------------------------------------------- folder
@@ -148,7 +129,7 @@ def _file(name: str, doc: str) -> property:
     return property(lambda run: join(run.path, name), doc=doc)
 
 
-class RunFolder:
+class RunFolder(Attempts):
     """One run on disk or in an object store. Cheap to create; pickled by path; any process may use one.
 
     Properties that name a file are full paths (or URIs); a `name` argument is such a path or the part of it below the
@@ -156,11 +137,10 @@ class RunFolder:
     """
 
     def __init__(self, path: str) -> None:
-        self.store: LocalStore | ObjectStore = open_store(path)
+        super().__init__(open_store(path))
         self.path: str = self.store.uri
         self.is_local: bool = self.store.is_local
         self._writers: dict[str, JsonlWriter | ObjectJsonlWriter] = {}
-        self._attempts = Attempts(self.store)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.path,))
@@ -175,20 +155,19 @@ class RunFolder:
         """Creates `<save_dir>/<name>-<UTC stamp>`, owned by this process, and points `latest` to it.
 
         Args:
-            save_dir: local path (relative to the working directory) or URI.
             job: the job as a mapping, kept as job.json for `--resume auto`.
-            latest: whether `latest` should point to it.
 
         Errors: InputError for a `save.dir` that cannot be written. No earlier run is touched.
         """
         try:
             parent = open_store(save_dir)
             parent.make_dir("")
-            if parent.is_local and _is_plain_dir(parent.at("latest")):
+            latest_at = parent.at("latest")
+            if parent.is_local and os.path.isdir(latest_at) and not os.path.islink(latest_at):
                 raise FileExistsError("it contains a directory named `latest`, where the link should be")
             folder = _new_folder(parent, f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
             run = cls(join(parent.uri, folder))
-            run._attempts.found(this_process())
+            run._claim(0, this_process())
             if latest:
                 _point_latest(parent, folder)
         except (OSError, ValueError, RunError) as error:
@@ -306,7 +285,6 @@ class RunFolder:
         return self._writers[name]
 
     def append_event(self, row: dict[str, Any]) -> None:
-        """Adds a row to events.jsonl; several processes may do so."""
         self.writer(self.events).write(row)
 
     def reserve_space(self) -> None:
@@ -331,12 +309,8 @@ class RunFolder:
             self._writers.popitem()[1].close()
 
     def truncate_metrics(self, step: int) -> int:
-        """Removes everything after `step` from metrics.jsonl, experts.jsonl and routing/.
-
-        Returns the number of metrics rows removed.
-
-        The files are replaced, not truncated: an old writer that is still running appends to the unlinked file.
-        """
+        """Removes everything after `step` from metrics.jsonl, experts.jsonl and routing/; returns the number of metrics
+        rows removed. The files are replaced: an old writer that is still running appends to the unlinked file."""
         for entry in self.store.entries("routing"):
             if int(entry.name.removeprefix("step_").partition(".")[0]) > step:
                 self.store.delete(f"routing/{entry.name}")
@@ -355,30 +329,18 @@ class RunFolder:
         self.store.write_bytes(name, b"".join(to_line(row) for row in kept))
         return len(rows) - len(kept)
 
-    # -- attempts and their owners (raytrain.runs.folder) ----------------------------------------------
-
-    def next_attempt(self, owner: dict[str, Any]) -> int:
-        """Claims the next attempt number (from 1); every older attempt then ends before it writes."""
-        return self._attempts.take_next(owner)
-
-    def current_attempt(self) -> int:
-        """The newest attempt number, 0 before the first; cheap."""
-        return self._attempts.current()
-
-    def owner(self) -> dict[str, Any] | None:
-        """The owner {host, pid, start} of the newest attempt; before the first, the creator of the folder."""
-        return self._attempts.owner()
-
-    def owner_of(self, number: int) -> dict[str, Any] | None:
-        """The owner of attempt `number`, {host, pid, start}; None if the attempt does not exist."""
-        return self._attempts.owner_of(number)
-
-    def heartbeat(self) -> None:
-        """Records that the newest attempt is alive, for readers on other hosts; writes at most every 5 s."""
-        self._attempts.beat()
-
     def alive(self) -> dict[str, Any] | None:
-        return self._attempts.alive(ended=self.store.changed("result.json"))
+        """The owner if its process still works on this run, else None."""
+        return self._alive_unless(self.store.changed("result.json"))
+
+    def _alive_unless(self, ended: float | None) -> dict[str, Any] | None:
+        """`ended`: unix time of the end. One after the newest attempt started ends that attempt, even if its process
+        (such as a notebook) is still alive."""
+        owner = self.owner()
+        began = self.store.changed(f"attempts/{self.current_attempt():04d}.json")
+        if owner is None or (began is not None and ended is not None and ended > began):
+            return None
+        return owner if self.lives(owner) else None
 
     def finished(self) -> bool:
         """True after a `done`; a failed or interrupted run may be resumed."""
@@ -392,15 +354,13 @@ def run_to_name(path: str) -> str:
     for folder in dict.fromkeys((path, next_to_it, "runs")):
         with contextlib.suppress(OSError):  # no folder, not a local one, or one that may not be read
             runs = [entry for entry in os.scandir(folder) if os.path.isfile(os.path.join(entry.path, "job.json"))]
-            newest = max((run for run in runs if not run.is_symlink()), key=_changed, default=None)
+            newest = max(
+                (run for run in runs if not run.is_symlink()), key=lambda run: run.stat().st_mtime, default=None
+            )
             if newest is not None:
                 name = shlex.quote(os.path.normpath(newest.path))
                 return f"did you mean {name}?" if folder == path else f"for example {name}"
     return "`raytrain train` starts a run and prints its folder"
-
-
-def _changed(entry: os.DirEntry[str]) -> float:
-    return entry.stat().st_mtime
 
 
 def find_unfinished(save_dir: str, name: str, job: dict[str, Any]) -> RunFolder | None:
@@ -455,10 +415,6 @@ def _point_latest(parent: LocalStore | ObjectStore, folder: str) -> None:
     parent.write_bytes("latest", f"{folder}\n".encode())
 
 
-def _is_plain_dir(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
 # ---------------------------------------------------------------- mirror
 # Files that are written locally and belong to a run folder, which may be on an object store.
 
@@ -475,8 +431,6 @@ class MirroredFolder:
     again by the next one; only `close` raises.
 
     Args:
-        run: the run folder.
-        name: the directory's name in it.
         resumed: names of files whose earlier content is kept, if they exist: a resumed process appends to them.
     """
 
@@ -493,7 +447,7 @@ class MirroredFolder:
         for file in resumed:
             with contextlib.suppress(FileNotFoundError):
                 Path(self.path, file).write_bytes(run.store.read_bytes(f"{name}/{file}"))
-        threading.Thread(target=self._beat, daemon=True, name="upload").start()
+        threading.Thread(target=self._upload_often, daemon=True, name="upload").start()
 
     def __enter__(self) -> Self:
         return self
@@ -515,7 +469,7 @@ class MirroredFolder:
         finally:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _beat(self) -> None:
+    def _upload_often(self) -> None:
         while not self._stop.wait(self._every_s):
             with contextlib.suppress(RunError):  # tried again by the next upload
                 self._upload()
@@ -539,32 +493,16 @@ class MirroredFolder:
 class SweepFolder(RunFolder):
     """The folder of one search (one Ray Tune run) on disk or in an object store."""
 
-    @property
-    def trials(self) -> str:
-        return join(self.path, "trials.jsonl")
-
-    @property
-    def best(self) -> str:
-        return join(self.path, "best.yaml")
-
-    @property
-    def outcome(self) -> str:
-        """The decisions with their reasons, as JSON; written when the search is done."""
-        return join(self.path, "tune.json")
-
-    @property
-    def picture(self) -> str:
-        return join(self.path, "tune.png")
-
-    @property
-    def runs(self) -> str:
-        return join(self.path, "runs")
+    trials = _file("trials.jsonl", "One row per trial.")
+    best = _file("best.yaml", "The chosen job.")
+    outcome = _file("tune.json", "The decisions with their reasons; written when the search is done.")
+    picture = _file("tune.png", "Curves of the trials.")
+    runs = _file("runs", "The run folders of its trials.")
 
     def alive(self) -> dict[str, Any] | None:
         """The owner if its command still works on this search, else None: a notebook outlives its command."""
-        rows = self.read_rows(self.events) if self.exists(self.events) else []
-        ended = max((row["time"] for row in rows if row["kind"] == "driver_end"), default=None)
-        return self._attempts.alive(ended=ended)
+        ended = max((row["time"] for row in self.read_rows(self.events) if row["kind"] == "driver_end"), default=None)
+        return self._alive_unless(ended)
 
     def ended(self) -> list[dict[str, Any]]:
         return self.read_rows(self.trials)

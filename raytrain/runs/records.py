@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from raytrain.errors import RunError
 from raytrain.runs.storage import ObjectStore, explained_writes, join
@@ -57,17 +57,13 @@ class StepRecord:
 
 
 def spreads(
-    times: Sequence[float],
-    *,
-    step_s: Sequence[float],
-    data_s: Sequence[float],
-    waited_s: Sequence[float],
+    times: Sequence[float], *, step_s: Sequence[float], data_s: Sequence[float], waited_s: Sequence[float],
     peak: Sequence[float],
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Columns of a StepRecord: how this worker's step times (`times`, sorted) and the workers' means vary.
 
-    Times in seconds, memory in bytes. Workers that wait for each other take equally long for a step: `work_time_s` is a
-    step without the waiting, of the median and of the slowest worker, and `slowest_rank` is who that is.
+    Workers that wait for each other take equally long for a step: `work_time_s` is a step without the waiting, of the
+    median and of the slowest worker, and `slowest_rank` is who that is.
     """
     work = [step - waited for step, waited in zip(step_s, waited_s, strict=True)]
     slowest = max(range(len(work)), key=work.__getitem__)
@@ -181,8 +177,22 @@ class JsonlWriter:
         self.path = str(path)
         with explained_writes(self.path):
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            _mend_tail(self.path)
+            with contextlib.suppress(FileNotFoundError), open(self.path, "r+b") as file:
+                self._mend_tail(file)
             self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    @staticmethod
+    def _mend_tail(file: BinaryIO) -> None:
+        """Removes an incomplete last line, or completes it if only the newline is missing."""
+        start = max(0, file.seek(0, os.SEEK_END) - 2**20)
+        file.seek(start)
+        head, newline, tail = file.read().rpartition(b"\n")
+        try:
+            json.loads(tail or b"0")
+        except ValueError:
+            file.truncate(start + len(head) + len(newline))
+        else:
+            file.write(b"\n" if tail else b"")
 
     def write(self, row: dict[str, Any]) -> None:
         if self._descriptor is None:
@@ -200,23 +210,6 @@ class JsonlWriter:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _mend_tail(path: str) -> None:
-    """Removes an incomplete last line, or completes it if only the newline is missing."""
-    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = max(0, size - 2**20)
-        file.seek(start)
-        head, newline, tail = file.read().rpartition(b"\n")
-        if not tail:
-            return
-        try:
-            json.loads(tail)
-        except ValueError:
-            file.truncate(start + len(head) + len(newline))
-        else:
-            file.write(b"\n")
 
 
 class ObjectJsonlWriter:
@@ -241,12 +234,11 @@ class ObjectJsonlWriter:
         self._thread: threading.Thread | None = None
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row; the next upload includes it."""
         line = to_line(row)
         with self._lock:
             self._pending += line
             if self._thread is None:
-                self._thread = threading.Thread(target=self._beat, daemon=True, name="jsonl-upload")
+                self._thread = threading.Thread(target=self._upload_often, daemon=True, name="jsonl-upload")
                 self._thread.start()
         self._raise_stored()
 
@@ -264,7 +256,7 @@ class ObjectJsonlWriter:
         finally:
             self._folder.cleanup()
 
-    def _beat(self) -> None:
+    def _upload_often(self) -> None:
         while not self._stop.wait(self._every_s):
             try:
                 with self._lock:
@@ -297,19 +289,9 @@ class ObjectJsonlWriter:
 
 
 PURPOSES = (
-    "startup",
-    "data",
-    "compute",
-    "communication",
-    "compile",
-    "eval",
-    "save",
-    "sleep",
-    "export",
-    "restart",
-    "lost",
+    "startup", "data", "compute", "communication", "compile", "eval", "save", "sleep", "export", "restart", "lost",
     "other",
-)
+)  # fmt: skip
 
 
 def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
@@ -384,11 +366,8 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
 def _add_start(
     total: dict[str, float], rows: list[dict[str, Any]], *, begin: float, ended: float, trained: bool
 ) -> None:
-    """Add the time before the first step of a command: its start until an attempt failed, and what followed.
-
-    Args:
-        rows: until the first `attempt` event, if there is one (`trained`), else all rows of the command.
-    """
+    """Add the time before the first step of a command: its start until an attempt failed, and what followed. `rows` end
+    with the first `attempt` event, if there is one (`trained`)."""
     failures = [row["failed_at"] for row in rows if row["kind"] == "fault"]
     until = rows[-1]["time"] if trained else _last_fault(rows) if failures else ended
     failed = min(max(begin, min(failures)), until) if failures else until

@@ -62,19 +62,13 @@ def explained_writes(path: str, advice: WriteAdvice = SAVES) -> Iterator[None]:
     except OSError as error:
         # pyarrow loses the errno of some errors in C++; their cause is only in the message.
         full = error.errno in _DISK_FULL or "No space left" in str(error)
-        free = f", {_free(path)} free there" if full else ""
-        remedy = advice.full if full else advice.other
-        reason = error.strerror or str(error)
-        raise RunError(f"{path}: cannot be written: {reason}{free}; {remedy}") from error
-
-
-def _free(path: str) -> str:
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if "://" in path or not place.exists():
-        return "an unknown number of bytes"
-    return f"{shutil.disk_usage(place).free / 2**20:.1f} MiB"
+        remedy, free = advice.full if full else advice.other, ""
+        if full:
+            place = next((folder for folder in Path(path).parents if folder.exists()), None)
+            unknown = place is None or "://" in path
+            free = "an unknown number of bytes" if unknown else f"{shutil.disk_usage(place).free / 2**20:.1f} MiB"
+            free = f", {free} free there"
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}{free}; {remedy}") from error
 
 
 def join(place: str, name: str) -> str:
@@ -123,21 +117,27 @@ class LocalStore:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Writes a file atomically: readers see the old content or the new, even after a power loss."""
-        path = self.at(name)
-        folder, last = os.path.split(path)
+        with self.whole_file(name) as file:
+            file.write(data)
+
+    @contextlib.contextmanager
+    def whole_file(self, name: str, *, buffering: int = -1) -> Iterator[BinaryIO]:
+        """Opens a new file that is written piece by piece and has its name, with all of its content, once the block
+        ends; it is deleted if the block raises."""
+        folder, last = os.path.split(self.at(name))
         temporary = os.path.join(folder, f".{last}.{secrets.token_hex(4)}.tmp")
-        with explained_writes(path, self.advice):
-            os.makedirs(folder, exist_ok=True)
-            try:
-                with open(temporary, "wb") as file:
-                    file.write(data)
+        try:
+            with explained_writes(self.at(name), self.advice):
+                os.makedirs(folder, exist_ok=True)
+                with open(temporary, "wb", buffering) as file:
+                    yield file
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+                os.replace(temporary, self.at(name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
         """Creates a file; False if `name` exists. Name and content appear together (a hard link of a complete file)."""
@@ -151,19 +151,14 @@ class LocalStore:
             except FileExistsError:
                 return False
             except PermissionError:  # a file system without hard links
-                return self._create_in_place(path, data)
+                try:
+                    with open(path, "xb") as file:
+                        file.write(data)
+                except FileExistsError:
+                    return False
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
-        return True
-
-    @staticmethod
-    def _create_in_place(path: str, data: bytes) -> bool:
-        try:
-            with open(path, "xb") as file:
-                file.write(data)
-        except FileExistsError:
-            return False
         return True
 
     @contextlib.contextmanager
@@ -327,16 +322,11 @@ def open_store(path: str, advice: WriteAdvice = SAVES) -> Store:
 
 
 def typed_path(path: str, *, key: str) -> str:
-    """A path or URI as a user types it, with `~`, `$NAME` and `${NAME}` expanded as in a shell.
+    """A path or URI as a user types it, with `~`, `$NAME` and `${NAME}` expanded as in a shell; ``\\$`` is a dollar
+    sign. Raises InputError if a variable is not set.
 
-    ``\\$`` is a dollar sign. The folders at its beginning that exist as they are written are left so, unless the path
-    begins with a variable: folders may have such names, and a shell may have expanded the path already.
-
-    Args:
-        key: the key or option whose value it is, for the error.
-
-    Raises:
-        InputError: a variable is not set.
+    The folders at its beginning that exist as they are written are left so, unless the path begins with a variable:
+    folders may have such names, and a shell may have expanded the path already.
     """
     path = os.path.expanduser(path)
     if "$" not in path:
@@ -355,13 +345,8 @@ def typed_path(path: str, *, key: str) -> str:
 
 
 def locate(path: str, *, key: str) -> tuple[Any, str]:
-    """The pyarrow filesystem of `path` and the path inside it.
-
-    A path with ``://`` is a URI (``s3://``, ``gs://``, ``file://``, ...); anything else is a local path.
-
-    Raises:
-        InputError: an unknown scheme, or a filesystem that cannot be reached.
-    """
+    """The pyarrow filesystem of a local path or URI and the path inside it. Raises InputError for an unknown scheme,
+    or a filesystem that cannot be reached."""
     from pyarrow import fs
 
     if "://" not in path:
@@ -377,7 +362,15 @@ def locate(path: str, *, key: str) -> tuple[Any, str]:
 def file_size(path: str, *, key: str) -> int:
     """Bytes of one file. Raises InputError if it is missing, unreadable, empty or a directory."""
     try:
-        is_folder, size = _stat(path, key=key)
+        if "://" not in path:  # without pyarrow, so that `plan` stays fast
+            found = os.stat(os.path.expanduser(path))
+            is_folder, size = stat.S_ISDIR(found.st_mode), found.st_size
+        else:
+            filesystem, inner = locate(path, key=key)
+            info = filesystem.get_file_info(inner)
+            if info.type.name == "NotFound":
+                raise FileNotFoundError(path)
+            is_folder, size = info.type.name == "Directory", int(info.size or 0)
     except FileNotFoundError as error:
         where = "" if "://" in path or os.path.isabs(path) else f" (from {os.getcwd()})"
         raise InputError(key, got=f"no file at {path}{where}", expected="an existing file") from error
@@ -389,20 +382,6 @@ def file_size(path: str, *, key: str) -> int:
     if not size:
         raise InputError(key, got=f"an empty file at {path}", expected="a file with data in it")
     return size
-
-
-def _stat(path: str, *, key: str) -> tuple[bool, int]:
-    """(is a directory, bytes). A local path does not need pyarrow, so that `plan` stays fast."""
-    if "://" not in path:
-        found = os.stat(os.path.expanduser(path))
-        return stat.S_ISDIR(found.st_mode), found.st_size
-    from pyarrow import fs
-
-    filesystem, inner = locate(path, key=key)
-    info = filesystem.get_file_info(inner)
-    if info.type == fs.FileType.NotFound:
-        raise FileNotFoundError(path)
-    return info.type == fs.FileType.Directory, int(info.size or 0)
 
 
 def matching(path: str, *, key: str) -> list[str]:
@@ -430,11 +409,8 @@ def read_bytes(path: str, *, key: str, limit: int | None = None, unpack: bool = 
             with open(os.path.expanduser(path), "rb") as file:
                 return file.read(limit)
         filesystem, inner = locate(path, key=key)
-        with (
-            opened_stream(filesystem, inner)
-            if unpack
-            else filesystem.open_input_stream(inner, compression=None) as stream
-        ):
+        stream = opened_stream(filesystem, inner) if unpack else filesystem.open_input_stream(inner, compression=None)
+        with stream:
             return stream.read(limit)
     except OSError as error:
         raise unreadable(path, error, key=key) from error
@@ -466,27 +442,12 @@ def whole_file(path: str, advice: WriteAdvice = SAVES) -> Iterator[BinaryIO]:
     folder, name = split(path)
     store = open_store(folder, advice)
     if isinstance(store, LocalStore):
-        yield from _local(store.at(name), advice)
+        with store.whole_file(name, buffering=0) as file:
+            yield file
         return
     try:
         with store.open_write(name) as file:
             yield file
     except BaseException:
         store.delete(name)
-        raise
-
-
-def _local(path: str, advice: WriteAdvice) -> Iterator[BinaryIO]:
-    folder, name = os.path.split(path)
-    partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with explained_writes(path, advice):
-            os.makedirs(folder, exist_ok=True)
-            with open(partial, "wb", buffering=0) as file:
-                yield file
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
         raise

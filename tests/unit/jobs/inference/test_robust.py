@@ -128,7 +128,7 @@ def test_an_output_that_a_live_command_writes_is_refused(x: np.ndarray, monkeypa
         import sys
         from raytrain.runs.folder import Attempts, this_process
         from raytrain.runs.storage import open_store
-        Attempts(open_store("out")).take_next(this_process())
+        Attempts(open_store("out")).next_attempt(this_process())
         print("claimed", flush=True)
         sys.stdin.read()
     """)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip

@@ -40,7 +40,7 @@ def test_a_command_that_was_refused_does_not_hold_the_folder_once_the_first_was_
     folder = OutputFolder(str(tmp_path / "out"))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         owner = {"host": socket.gethostname(), "pid": other.pid, "start": process_start(other.pid)}
-        assert Attempts(folder.store).take_next(owner) == 1
+        assert Attempts(folder.store).next_attempt(owner) == 1
         for _ in range(2):
             with pytest.raises(InputError, match=f"to which process {other.pid} "), folder.claimed({"rows": 1}):
                 raise AssertionError("two commands write here")

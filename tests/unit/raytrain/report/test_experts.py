@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from experts.placement.policy import first_placement
-from raytrain.report.experts import activation_spec, device_spec, housing_of, loads_of
+from raytrain.report.experts import activation_spec, device_spec, loads_of
 from raytrain.report.figures import summarise
 from raytrain.report.findings import diagnose
 from raytrain.report.page import build_report
@@ -140,10 +140,10 @@ def test_incomplete_rows_and_rows_of_another_shape_are_skipped() -> None:
     assert found is not None and found.ends == [10, 20, 30, 40] and found.totals == TOTALS
     assert loads_of(records(odd[:1])) is None and loads_of(records([])) is None
     broken = {**placed(2), "layers": [{"copies": [[0], [7]]}]}
-    assert housing_of(records(events=[broken])) is None
+    assert device_spec(records(events=[broken])) is None
 
 
 def test_hosts_have_their_share_of_rows_and_time() -> None:
-    housing = housing_of(records(events=[placed(2)]))
-    assert housing is not None and housing.names == ["host 0", "host 1"]
-    assert housing.rows == [8 + 7, 2 + 3] and housing.busy_s == [0.25, 0.75]
+    spec = device_spec(records(events=[placed(2)]))
+    assert spec is not None and spec["names"] == ["host 0", "host 1"]
+    assert spec["rows"] == [8 + 7, 2 + 3] and spec["busy_s"] == [0.25, 0.75]
