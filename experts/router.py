@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experts.placement.values import LayerPlacement, Placement
+from experts.placement.values import LayerPlacement, Placement, split_rows
 from raytrain.train.activation_checkpointing import inside_backward
 from raytrain.trainable import GlobalStep
 
@@ -549,7 +549,7 @@ class LayerRoutes:
 
     def route(self, counts: Sequence[int]) -> Route:
         """Divide rows over the hosts; `counts` (E,) are those of each expert. Deterministic, in pure Python."""
-        parts = self.placed.split(counts)
+        parts = split_rows(counts, self.placed.shares)
         slot_counts = [[parts[expert][copy] for expert, copy in held] for held in self.slots]
         host_counts = [sum(rows) for rows in slot_counts]
         if self.in_order:

@@ -284,7 +284,7 @@ class ExpertClient:
                 host = where(placement, change.layer, change.slot)
                 if host != placement.home_of(change.layer, change.slot):
                     homes[f"{change.layer}.{change.slot}"] = host
-                    placement = placement.with_home(change.layer, change.slot, host)
+                    placement = placement.with_copies(change.layer, change.slot, (host,))
         return {
             "changes": [change.to_json() for change in lifecycle.pending], "homes": homes,
             "table": lifecycle.next_table(step).hash(),

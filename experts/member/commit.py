@@ -284,7 +284,7 @@ class StepCommit:
         moved = self.placement
         for key, host in homes.items():
             layer, slot = map(int, key.split("."))
-            moved = moved.with_home(layer, slot, host)
+            moved = moved.with_copies(layer, slot, (host,))
         if moved is not self.placement:
             if self.shard is not None:
                 self.shard.switch(moved, {})
