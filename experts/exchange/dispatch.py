@@ -20,7 +20,6 @@ from raytrain.errors import InputError
 from raytrain.train.activation_checkpointing import inside_backward, will_be_recomputed
 
 # ---------------------------------------------------------------- call
-# One micro-batch through the experts of one layer: rows to the holders and back, later their gradients.
 
 
 class ExpertCall:
@@ -84,7 +83,7 @@ class ExpertCall:
         return rows
 
     def complete_sends(self) -> None:
-        """See `UnfinishedExchange`: send what this call owes, and return other workers' rows unchanged."""
+        """Send everything that the others wait for, other workers' rows unchanged."""
         if self._unsent is not None:
             self._send_rows(self._unsent)
             if self.client.shard is None:
@@ -93,7 +92,7 @@ class ExpertCall:
             self._return(self._arriving.wait())
 
     def drain(self) -> None:
-        """See `UnfinishedExchange`."""
+        """Receive what is still to arrive, and forget it."""
         self._returning.wait()
         self._end()
 
@@ -148,8 +147,6 @@ class ExpertCall:
 
 
 # ---------------------------------------------------------------- dispatch
-# Experts in other processes as a module: dispatch and combine, one autograd function each.
-
 
 REMEDY = "experts.hosts 0 keeps the experts inside the workers"
 

@@ -17,7 +17,7 @@ from experts.config import Key, LayerShape
 from experts.exchange.host_server import ExpertSetup, header_size
 from experts.exchange.membership import Membership
 from experts.exchange.oom_dropout import OomDropout
-from experts.exchange.rebalancer import Rebalancer
+from experts.exchange.rebalancer import LoadRebalancer
 from experts.lifecycle.controller import Lifecycle
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
 from experts.member.commit import StepCommit, VoteLayout, name_holder, name_shortages, sum_shortages
@@ -26,7 +26,7 @@ from experts.member.shard import ExpertShard
 from experts.placement.policy import costs_of, newcomer_home
 from experts.placement.values import Placement, equal_hosts
 from experts.router import LayerRoutes, Route
-from experts.transport import HEADER_SIZE, Header, Op, Transport, bytes_tensor
+from experts.transport import HEADER_SIZE, Header, JointGroup, Op, bytes_tensor
 from raytrain.config.sections import OptimConfig
 from raytrain.train.device import ProcessSettings
 from raytrain.train.memory.device import Shortage, StepDropped
@@ -96,8 +96,8 @@ class ExpertClient:
     """
 
     def __init__(
-        self, group: Transport, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
-        rebalancer: Rebalancer | None = None, lifecycle: Lifecycle | None = None,
+        self, group: JointGroup, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
+        rebalancer: LoadRebalancer | None = None, lifecycle: Lifecycle | None = None,
     ) -> None:  # fmt: skip
         self.group, self.member, self.shapes = group, membership, list(shapes)
         self.layout = VoteLayout.of(self.shapes, holders=len(group.holders), lifecycle=lifecycle is not None)

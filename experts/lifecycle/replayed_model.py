@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.grouped import GroupedExperts, UnevenExperts, run_expert
-from experts.lifecycle.changes import LocalExperts, change_experts, change_router
+from experts.lifecycle.changes import change_experts, change_router
 from experts.lifecycle.controller import Lifecycle
 from experts.lifecycle.replay import OWN_BYTES, kept_at_most, row_bytes
 from experts.lifecycle.table import Change
@@ -152,9 +152,8 @@ class ReplayedModel:
     def apply(self, change: Change) -> None:
         """Carry out a change."""
         optimizers, table = self.training.optimizers, self.living.table
-        states = LocalExperts(self.layers, optimizers)
         self.living.clear(change, table)
-        change_experts(states, [change], table, step=self.step, held=lambda key: True, fetched={})
+        change_experts(self.living.slot, optimizers, [change], table, step=self.step)
         change_router(self.routers[change.layer], optimizers, change, table, step=self.step)
         self.living.table = table.after([change], step=self.step)
 

@@ -27,7 +27,7 @@ from experts.member.moves import (
 )
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import Placement
-from experts.transport import HeaderMismatch, Transport
+from experts.transport import HeaderMismatch, JointGroup
 from raytrain.train.memory.device import Shortage
 
 # ---------------------------------------------------------------- vote
@@ -179,7 +179,7 @@ def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
     return own
 
 
-def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
+def sum_shortages(group: JointGroup, shard: ExpertShard | None) -> list[float]:
     """Sum `shortages_of` over all members. Collective."""
     vector = shortages_of(shard, len(group.holders))
     group.all_reduce(vector)
@@ -218,7 +218,7 @@ class StepCommit:
         table: of the experts, where they come and go.
     """
 
-    def __init__(self, group: Transport, placement: Placement, layout: VoteLayout) -> None:
+    def __init__(self, group: JointGroup, placement: Placement, layout: VoteLayout) -> None:
         self.group, self.placement, self.layout = group, placement, layout
         self.shard: ExpertShard | None = None
         self.migration = Migration(group)
@@ -298,7 +298,9 @@ class StepCommit:
             return
         mine = set(self.shard.homes())
         fetched = {one: arrived[one.source] for one in needed if one.source in arrived}
-        change_experts(self.shard, wanted, before, step=step, held=mine.__contains__, fetched=fetched)
+        change_experts(
+            self.shard.slot, self.shard.optimizers, wanted, before, step=step, held=mine.__contains__, fetched=fetched
+        )
         self.shard.table = self.table
 
     def _sum_gradients(self) -> None:

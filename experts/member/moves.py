@@ -21,7 +21,7 @@ from experts.config import Key, LayerShape
 from experts.member.shard import ExpertShard
 from experts.placement.values import Placement
 from experts.router import LayerRoutes
-from experts.transport import Channel, PendingExchange, Transport, bytes_tensor
+from experts.transport import Channel, Exchange, JointGroup, bytes_tensor
 from raytrain.errors import RunError
 
 # ---------------------------------------------------------------- gather
@@ -29,7 +29,7 @@ from raytrain.errors import RunError
 
 
 def scatter_layer(
-    group: Transport, routes: LayerRoutes, first: Sequence[Mapping[str, Tensor]], *, dtype: torch.dtype
+    group: JointGroup, routes: LayerRoutes, first: Sequence[Mapping[str, Tensor]], *, dtype: torch.dtype
 ) -> None:
     """Send initial weights to every copy of each expert; the workers' side. Collective over all members.
 
@@ -45,7 +45,7 @@ def scatter_layer(
     to_holders(group, pieces, empty=empty)
 
 
-def take_layer(group: Transport, shard: ExpertShard, layer: int) -> None:
+def take_layer(group: JointGroup, shard: ExpertShard, layer: int) -> None:
     """The hosts' side of `scatter_layer`."""
     shape, held = shard.shapes[layer], shard.layers[layer].experts
     sizes = [shape.numel(expert) for expert in held]
@@ -55,7 +55,7 @@ def take_layer(group: Transport, shard: ExpertShard, layer: int) -> None:
 
 
 def gather_layer(
-    group: Transport, shape: LayerShape, layer: int, *, shard: ExpertShard | None, routes: LayerRoutes | None,
+    group: JointGroup, shape: LayerShape, layer: int, *, shard: ExpertShard | None, routes: LayerRoutes | None,
     dtype: torch.dtype,
 ) -> list[dict[str, Tensor]] | None:  # fmt: skip
     """Gather the weights of each expert of a layer on rank 0. Collective over all members.
@@ -88,7 +88,7 @@ def gather_layer(
     return [experts[expert] for expert in range(shape.num_experts)]
 
 
-def to_holders(group: Transport, pieces: list[Tensor], *, empty: Tensor) -> None:
+def to_holders(group: JointGroup, pieces: list[Tensor], *, empty: Tensor) -> None:
     """Send one tensor from rank 0 to each holder; the workers' side. Other workers send `empty`."""
     send, sent = [0] * group.size, empty
     if group.rank == 0:
@@ -98,7 +98,7 @@ def to_holders(group: Transport, pieces: list[Tensor], *, empty: Tensor) -> None
     group.exchange(sent, send, [0] * group.size, channel=Channel.CONTROL).wait()
 
 
-def from_first(group: Transport, count: int, *, dtype: torch.dtype) -> Tensor:
+def from_first(group: JointGroup, count: int, *, dtype: torch.dtype) -> Tensor:
     """The hosts' side of `to_holders`: receive `count` elements."""
     receive = [count] + [0] * (group.size - 1)
     empty = torch.empty(0, dtype=dtype)
@@ -144,7 +144,7 @@ def gradient_transfers(now: Placement, then: Placement) -> list[Transfer]:
     ]
 
 
-def send_fresh_weights(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
+def send_fresh_weights(group: JointGroup, shard: ExpertShard | None, placement: Placement) -> None:
     """Send the homes' weights to their replicas. Collective over the holders; nothing happens on other members."""
     transfers = [
         Transfer((layer, expert), hosts[0], host)
@@ -164,7 +164,7 @@ def gradients_of(shard: ExpertShard, key: Key) -> dict[str, Tensor]:
 
 
 def exchange_along(
-    group: Transport, shard: ExpertShard | None, transfers: list[Transfer], *, views_of: ViewsOf,
+    group: JointGroup, shard: ExpertShard | None, transfers: list[Transfer], *, views_of: ViewsOf,
     shapes_of: ShapesOf = LayerShape.weights,
 ) -> list[tuple[Key, list[Tensor]]]:  # fmt: skip
     """Carry out the transfers in one exchange of the holders; other members have nothing to send or receive.
@@ -224,10 +224,10 @@ class MigrationResult(NamedTuple):
 class Migration:
     """One member's part in the moves of a generation; every call is collective over all members."""
 
-    def __init__(self, group: Transport) -> None:
+    def __init__(self, group: JointGroup) -> None:
         self._group = group
         self._next: Placement | None = None
-        self._pending: PendingExchange | None = None
+        self._pending: Exchange | None = None
         self._incoming: dict[int, list[int]] = {}
         """Source host -> (size in bytes, *digest) of what it sends here."""
         self._seconds, self._bytes = 0.0, 0

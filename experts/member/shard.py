@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from experts.config import Key, LayerShape
 from experts.expert_state import load_state, state_of
 from experts.grouped import GroupedExperts, UnevenExperts, build_experts
-from experts.lifecycle.changes import LearningRates, scaled_experts
+from experts.lifecycle.changes import scale_steps, scaled_experts
 from experts.lifecycle.table import ExpertTable
 from experts.placement.values import Placement
 from experts.router import LayerRoutes
@@ -276,14 +276,16 @@ class ExpertShard:
         if optim.name == "muon" and all(one.ndim < 3 for one in trained):  # only vectors are: AdamW's, as elsewhere
             optim = optim.model_copy(update={"name": "adamw"})
         optimizers = build_optimizers(homes, optim, lr=1.0, blocks=[homes]) if trained else []
-        LearningRates(self._scaled).attach(optimizers)
+
+        def scaled() -> list[tuple[nn.Parameter, int, float]]:
+            return [] if self.table is None else scaled_experts(self.slot, self.table, set(self.homes()).__contains__)
+
+        scale_steps(scaled, optimizers)
         return optimizers
 
-    def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
-        if self.table is None:
-            return []
-        mine = set(self.homes())
-        return scaled_experts([layer.slot for layer in self.layers], self.table, mine.__contains__)
+    def slot(self, key: Key) -> tuple[GroupedExperts, int]:
+        """(the stack that holds the expert here, its position in that stack)."""
+        return self.layers[key[0]].slot(key[1])
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -407,11 +409,11 @@ class ExpertShard:
     def state_of(self, key: Key) -> dict[str, Tensor]:
         """Weights and optimizer state of an expert at home here, by name: "w1", "w1.exp_avg", ...; mostly views, so
         clone what you keep."""
-        return state_of(*self.layers[key[0]].slot(key[1]), self.optimizers)
+        return state_of(*self.slot(key), self.optimizers)
 
     def load_state(self, key: Key, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state_of`, into an expert at home here."""
-        load_state(*self.layers[key[0]].slot(key[1]), self.optimizers, state)
+        load_state(*self.slot(key), self.optimizers, state)
 
     # -- switch to another placement ----------------------------------------------------------------
 
