@@ -198,7 +198,7 @@ class RemoteExperts(nn.Module):
         Returns:
             (the places in the order in which the rows are sent, the route).
         """
-        route = self.client.route(self.layer, splits)
+        route = self.client.routes[self.layer].route(splits)
         if route.segments is not None:
             order_R = torch.cat([order_R[begin:end] for begin, end in route.segments])
         return order_R, route
@@ -222,7 +222,8 @@ class RemoteExperts(nn.Module):
     def idle(self, width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Take part in a micro-batch of other workers without rows; returns a scalar zero to call backward on."""
         empty = torch.zeros((0, width), dtype=dtype, device=device)
-        return self.combine(self.dispatch(empty, self.client.idle_route(self.layer))).sum()
+        no_rows = self.client.routes[self.layer].route([0] * self.client.shapes[self.layer].num_experts)
+        return self.combine(self.dispatch(empty, no_rows)).sum()
 
 
 def refuse(client: ExpertClient, layer: int, what: str) -> NoReturn:

@@ -17,7 +17,7 @@ from torch import Tensor
 from experts.config import LayerShape
 from experts.exchange.oom_dropout import ActiveWorkers
 from experts.lifecycle.table import ExpertTable
-from experts.member.checkpoint import ExpertFiles, ExpertSnapshot
+from experts.member.checkpoint import ExpertFiles, snapshot
 from experts.member.commit import StepCommit, VoteLayout, sum_shortages
 from experts.member.moves import from_first, gather_layer, take_layer
 from experts.member.shard import ExpertShard, rows_by_rank
@@ -198,7 +198,7 @@ class HostServer:
 
     def _save(self, header: Header, _counts: list[list[int]]) -> None:
         assert self.files is not None
-        self.files.begin(ExpertSnapshot.of(self.shard), step=header.step)
+        self.files.begin(snapshot(self.shard), step=header.step)
 
     def _fetch(self, header: Header, _counts: list[list[int]]) -> None:
         shard, layer = self.shard, header.layer

@@ -45,7 +45,6 @@ class Lifecycle:
         table: agreed by everybody.
         pending: decided, and done at the end of the next step.
         local: whether all experts are in this process; otherwise their holders change them (`StepCommit`).
-        similarity: of each layer, of the experts that were compared since the last decision.
         threshold: of births, instead of the section's.
         sleep: called after each step, `sleep(step)`, returns changes that it wants; None never.
     """
@@ -59,7 +58,6 @@ class Lifecycle:
         )  # fmt: skip
         self.pending: list[Change] = []
         self.local = True
-        self.similarity: list[dict[tuple[int, int], float]] = [{} for _ in range(number)]
         self.threshold: float | None = None
         self.sleep: Callable[[int], Sequence[Change]] | None = None
         self.took: Callable[[Sequence[Change]], None] | None = None
@@ -140,10 +138,10 @@ class Lifecycle:
                 self.carry_out(step)
         wanted = [] if self.sleep is None else self.sleep(step)
         if step % self.cycle.every == 0:
-            wanted = [*wanted, *decide(
-                self.close_interval(step), self.next_table(step + 1), self.cycle, step=step,
-                least=self.config.least_living, threshold=self.threshold,
-            )]  # fmt: skip
+            statistics = self.close_interval(step)
+            table, least = self.next_table(step + 1), self.config.least_living
+            decided = decide(statistics, table, self.cycle, step=step, least=least, threshold=self.threshold)
+            wanted = [*wanted, *decided]
         self.request(wanted)
 
     def request(self, changes: Sequence[Change]) -> None:
@@ -173,13 +171,10 @@ class Lifecycle:
                 first = self._first[layer]
                 self._first[layer] = uncertainty if first is None else first
                 self._lowest[layer] = min(self._lowest[layer], uncertainty)
+            first = self._first[layer]
             statistics.append(
-                LayerStatistics(
-                    tuple(own), uncertainty, 1.0 if self._first[layer] is None else self._first[layer] or 0.0,
-                    self._lowest[layer], self.similarity[layer],
-                )
-            )  # fmt: skip
-        self.similarity = [{} for _ in statistics]
+                LayerStatistics(tuple(own), uncertainty, 1.0 if first is None else first, self._lowest[layer])
+            )
         self.table = self.table.count_uses(rows, step=step, least_share=self.cycle.prune.least_share)
         return statistics
 

@@ -22,7 +22,6 @@ from experts.member.moves import (
     Transfer,
     exchange_along,
     gradient_transfers,
-    gradients_of,
     send_fresh_weights,
 )
 from experts.member.shard import CommitDecision, ExpertShard
@@ -31,8 +30,7 @@ from experts.transport import HeaderMismatch, JointGroup
 from raytrain.train.memory.device import Shortage
 
 # ---------------------------------------------------------------- vote
-# The vote: one sum over all members that carries all that a step must agree on, and what each member derives from it.
-
+# One sum over all members that carries all that a step must agree on, and what each member derives from it.
 
 HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
 SPENT = ("busy_s", "moving_s", "sent_bytes")
@@ -201,7 +199,6 @@ def name_shortages(numbers: list[float], *, colocated: bool) -> list[Shortage]:
 
 
 # ---------------------------------------------------------------- commit
-# The end of a step, the same on every member: gradients go to the homes, vote, commit, new weights go to the replicas.
 
 
 class StepCommit:
@@ -307,20 +304,18 @@ class StepCommit:
         """Sum the gradients at the experts' homes: the new homes where experts have moved."""
         now, then, states = self.placement, self.placement, {}
         if self.migration.next is not None:
-            migrated = self.migration.finish(self.shard)
-            self.refused = migrated.refused
-            if not migrated.refused:
-                then, states = migrated.placement, migrated.states
-        received = exchange_along(
-            self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of, shapes_of=LayerShape.trained
-        )
+            following = self.migration.next
+            states, self.refused = self.migration.finish()
+            then = now if self.refused else following
+        transfers = gradient_transfers(now, then)
+        received = exchange_along(self.group, self.shard, transfers, gradients=True)
         if then is not now:
             began = time.perf_counter()
             if self.shard is not None:
                 self.shard.switch(then, states)
             self.placement = then
             self.migration.add_spent(time.perf_counter() - began)
-        for key, pieces in received:
+        for (layer, expert), pieces in received:
             assert self.shard is not None
-            for view, piece in zip(gradients_of(self.shard, key).values(), pieces, strict=True):
+            for view, piece in zip(self.shard.layers[layer].gradients_of(expert).values(), pieces, strict=True):
                 view += piece

@@ -27,11 +27,10 @@ from raytrain.train.optim import build_optimizers, takes_skip_on_device
 from raytrain.train.parallel.flat_gradients import GradientBuffers, squares_of_each
 
 # ---------------------------------------------------------------- device timer
-# Measures how long a device computes: with the clock on a CPU, with events on a GPU, which runs asynchronously.
 
 
 class DeviceTimer:
-    """Sums the seconds of pieces of work on one device."""
+    """Sums the seconds of work on a device: by the clock on a CPU, by events on a GPU, which runs asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -63,8 +62,6 @@ class DeviceTimer:
 
 
 # ---------------------------------------------------------------- layer
-# One layer's experts on one host: a stack of its homes and one of its replicas, with their gradients.
-
 
 Experts = GroupedExperts | UnevenExperts
 
@@ -88,8 +85,10 @@ class LayerShard:
         self.shape = shape
         self.experts = [expert for expert, _ in routes.slots[host]]
         self.num_homes = routes.homes[host]
-        self.homes = _build(shape, self.experts[: self.num_homes], dtype=dtype, device=device)
-        self.replicas = _build(shape, self.experts[self.num_homes :], dtype=dtype, device=device)
+        held = (self.experts[: self.num_homes], self.experts[self.num_homes :])
+        self.homes, self.replicas = (
+            empty_experts(shape, own, dtype=dtype, device=device) if own else None for own in held
+        )
         stacks = (self.homes, self.replicas) if trains else (None, None)
         self.gradients, self.replica_gradients = (
             GradientBuffers([] if stack is None else [one for one in stack.parameters() if one.requires_grad])
@@ -149,10 +148,6 @@ def _counts_on(device: torch.device, counts: list[int]) -> Tensor:
     return torch.tensor(counts, pin_memory=True).to(device, non_blocking=True)
 
 
-def _build(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts | None:
-    return empty_experts(shape, experts, dtype=dtype, device=device) if experts else None
-
-
 def empty_experts(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts:
     """These experts of a layer, stacked, with uninitialised weights, which come from other members."""
     frozen_E = [shape.frozen_E[e] for e in experts] if shape.frozen_E else ()
@@ -202,7 +197,6 @@ def rows_by_rank(sources: list[list[int]], size: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- shard
-# The experts of one host: weights, gradients, optimizer, and the activations that backward needs.
 
 
 @dataclass(frozen=True)
@@ -239,16 +233,9 @@ class ExpertShard:
     """
 
     def __init__(
-        self,
-        shapes: list[LayerShape],
-        placement: Placement,
-        host: int,
-        *,
-        optim: OptimConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        trains: bool = True,
-    ) -> None:
+        self, shapes: list[LayerShape], placement: Placement, host: int, *, optim: OptimConfig, dtype: torch.dtype,
+        device: torch.device, trains: bool = True,
+    ) -> None:  # fmt: skip
         self.shapes, self.placement, self.host = shapes, placement, host
         self._trains = trains
         self.optim, self.dtype, self.device = optim, dtype, device
@@ -300,27 +287,48 @@ class ExpertShard:
         Returns:
             (R, D) in the same order.
         """
-        return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
+        half = rows.dtype in (torch.bfloat16, torch.float16) and self.dtype == torch.float32
 
-    def _forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
-        with self.timer.measure():
+        def compute() -> Tensor:
             x = by_slot(rows, sources)
             counts = [sum(column) for column in zip(*sources, strict=True)]
-            with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _separate_graph():
+            with (
+                torch.set_grad_enabled(keep),
+                torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half),
+                # tensors of its own: where experts are colocated, an outer block under activation checkpointing would
+                # otherwise count what this graph saves
+                torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            ):
                 x = x.detach().requires_grad_(keep)
                 y = self.layers[layer].forward(x, counts) if counts else x
             if keep:
                 self._kept[layer, micro_batch] = (x, y)
             return by_source(y.detach(), sources)
 
+        return self._unless_dropped(rows, compute)
+
     def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         """Return the gradients of the inputs; accumulates those of the weights. Arguments as `forward`."""
-        return self._unless_dropped(grads, lambda: self._backward(layer, micro_batch, grads, sources))
 
-    def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `work`; from the first shortage of any member on, the rows unchanged."""
+        def compute() -> Tensor:
+            self.used.add(layer)
+            x, y = self._kept.pop((layer, micro_batch))
+            if y is not x:
+                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
+            inner = torch.zeros_like(x) if x.grad is None else x.grad
+            return by_source(inner, sources)
+
+        return self._unless_dropped(grads, compute)
+
+    def _unless_dropped(self, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `compute`; from the first shortage of any member on, the rows unchanged."""
+
+        def timed() -> Tensor:
+            with self.timer.measure():
+                return compute()
+
         if not self.dropping:
-            result = run_or_shortage(work, device=self.device, who=f"expert host {self.host}")
+            result = run_or_shortage(timed, device=self.device, who=f"expert host {self.host}")
             if not isinstance(result, Shortage):
                 return result
             self.ran_out(result)
@@ -335,15 +343,6 @@ class ExpertShard:
         """Record that memory ran out: nothing more of this step is computed here."""
         self.short, self.dropping = self.short or short, True
         self._kept.clear()
-
-    def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
-        with self.timer.measure():
-            self.used.add(layer)
-            x, y = self._kept.pop((layer, micro_batch))
-            if y is not x:
-                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
-            inner = torch.zeros_like(x) if x.grad is None else x.grad
-            return by_source(inner, sources)
 
     def discard(self) -> None:
         """Forget gradients, and activations kept for backward."""
@@ -384,10 +383,6 @@ class ExpertShard:
         self.discard()
 
     # -- state, by (layer, logical expert) ----------------------------------------------------------
-
-    def numel(self, key: Key) -> int:
-        """Number of parameters of an expert."""
-        return self.shapes[key[0]].numel(key[1])
 
     def homes(self) -> list[Key]:
         """The experts at home here."""
@@ -462,19 +457,3 @@ class ExpertShard:
                     kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
                 gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
         return kept, gradients
-
-
-def _autocast(rows: Tensor, master: torch.dtype) -> torch.autocast:
-    """Compute rows that arrive in half precision in that dtype."""
-    half = rows.dtype in (torch.bfloat16, torch.float16) and master == torch.float32
-    return torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half)
-
-
-def _separate_graph() -> torch.autograd.graph.saved_tensors_hooks:
-    """Keep the tensors saved by this graph apart. Where experts are colocated, an outer block under activation
-    checkpointing would otherwise count them as its own."""
-    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
