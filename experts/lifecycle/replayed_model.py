@@ -162,7 +162,7 @@ class ReplayedModel:
     def save(self) -> Callable[[], None]:
         """Remember weights, buffers, optimizer state and table, in host memory; returns what restores them."""
         table, loads = self.living.table, self.living.loads
-        statistics = loads.window, loads.used, loads.average
+        statistics = loads.window, loads.used
         held = [value.detach().to("cpu", copy=True) for value in self.tensors()]
         numbers = [
             (state, {name: value for name, value in state.items() if not isinstance(value, Tensor)})
@@ -177,7 +177,7 @@ class ReplayedModel:
             for state, before in numbers:
                 state.update(before)
             self.living.table = table
-            loads.window, loads.used, loads.average = statistics
+            loads.window, loads.used = statistics
 
         return restore
 

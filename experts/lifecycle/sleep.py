@@ -239,7 +239,7 @@ class SleepCycle:
             self.graph, self.births_before = ExpertGraph.from_json(graph), births
             self._centres = [None if centre is None else torch.tensor(centre).double() for centre in centres]
         kept = self.reservoir.uncertainty()
-        statistics = [living.window, living.loads.window, living.loads.used, *living.loads.average]
+        statistics = [living.window, living.loads.window, living.loads.used]
         workers.broadcast([*model.tensors(), *statistics, kept])
         self.reservoir.update(torch.arange(len(kept)), kept)
 

@@ -131,7 +131,7 @@ class LayerShard:
         for stack in stacks:
             weights = [getattr(stack, name) for name in stack.names]
             each = zip(*(weight.grad.unbind(0) for weight in weights if weight.requires_grad), strict=True)
-            found += [list(own) for own in each] or [[] for _ in stack.expert_ids]
+            found += [list(own) for own in each] or [[] for _ in stack.hidden_E]
         return found
 
     def discard(self) -> None:
