@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.config import ExpertsConfig, LayerShape
+from experts.config import ExpertsConfig
 from experts.exchange.dispatch import RemoteExperts
-from experts.exchange.membership import Membership
 from experts.exchange.rebalancer import LoadRebalancer
 from experts.exchange.worker import ExpertClient
-from experts.grouped import GroupedExperts, UnevenExperts
 from experts.hand_over import check_hand_over, shape_of
 from experts.layer import MoELayer
 from experts.lifecycle.controller import Lifecycle
@@ -46,7 +44,6 @@ __all__ = ["distribute"]
 
 
 # ---------------------------------------------------------------- interval log
-# The rows of experts.jsonl: the load of every expert and every host in each log interval.
 
 
 class LoadLog:
@@ -92,8 +89,11 @@ class LoadLog:
     def close(self, step: int, device: list[float], workers: list[list[float]]) -> IntervalRow:
         """Return the row; metrics: `transport_s` (per step, mean of the workers), `host_imbalance` (max over mean), and
         with a lifecycle `experts` (living ones of a layer, mean of the layers)."""
-        loads, half = self.loads, len(device) // 2
-        counts, used = self._by_layer(device[:half]), self._by_layer(device[half:])
+        loads = self.loads
+        counts, used = (
+            [part.tolist() for part in half.split(loads.sizes)]
+            for half in torch.tensor(device, dtype=torch.float64).chunk(2)
+        )
         row: dict[str, Any] = {
             "kind": "load",
             "step": step,
@@ -126,17 +126,9 @@ class LoadLog:
         used = [placement.bytes_on(host, costs) for host in range(placement.num_hosts)]
         hosts = self.client.member.hosts
         row = {"step": step, **placement.to_json(), "bytes": used, "devices": [spec.device for spec in hosts]}
-        measured = len({spec.kind for spec in hosts}) > 1
-        if measured:
+        if len({spec.kind for spec in hosts}) > 1:  # else none was measured
             row |= {"kinds": [spec.kind for spec in hosts], "speeds": [spec.speed for spec in hosts]}
         return [("placement", row)]
-
-    def _by_layer(self, flat: list[float]) -> list[list[float]]:
-        found, start = [], 0
-        for size in self.loads.sizes:
-            found.append(flat[start : start + size])
-            start += size
-        return found
 
     def _hosts(self, workers: list[list[float]]) -> dict[str, Any]:
         assert self.client is not None
@@ -160,7 +152,11 @@ def attach_lifecycle(trainable: Trainable, lifecycle: Lifecycle) -> None:
     trainable.interval_log = LoadLog(loads, lifecycle=lifecycle)
     trainable.state_parts = lambda: {"load": loads, "lifecycle": lifecycle}
     if lifecycle.config.connection is None:
-        trainable.optimizers = partial(_build_optimizers, lifecycle, partial(_local_optimizers, trainable))
+
+        def build(module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
+            return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
+
+        trainable.optimizers = partial(_build_optimizers, lifecycle, build)
 
 
 def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
@@ -183,12 +179,7 @@ def _build_optimizers(
     return optimizers
 
 
-def _local_optimizers(trainable: Trainable, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
-    return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
-
-
 # ---------------------------------------------------------------- distribute
-# Turns a model with experts in it into one whose experts live on hosts, or are spread over the workers.
 
 
 def distribute(trainable: Trainable, config: ExpertsConfig, *, lifecycle: Lifecycle | None = None) -> Trainable:
@@ -256,8 +247,12 @@ def hand_over(trainable: Trainable, config: ExpertsConfig, lifecycle: Lifecycle 
     rules = PlacementRules.of(config)
     group, membership = config.connection.join(shapes, rules)
     needed = membership.rank == 0 or membership.host is not None
-    first = [_weights(layer.experts) if needed else [] for layer in layers]
-    rebalancer = _rebalancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
+    own: list[Any] = [layer.experts for layer in layers] if needed else []
+    first = [[experts.weights_of(expert) for expert in range(len(experts.hidden_E))] for experts in own]
+    rebalancer = None
+    if membership.rank == 0 and rules.every:
+        hosts = membership.hosts or equal_hosts(membership.placement.num_hosts)
+        rebalancer = LoadRebalancer(rules, costs_of(shapes), hosts)
     client = ExpertClient(
         group, membership, shapes=shapes, first=first, rebalancer=membership.rebalancer or rebalancer,
         lifecycle=lifecycle,
@@ -280,16 +275,6 @@ def hand_over(trainable: Trainable, config: ExpertsConfig, lifecycle: Lifecycle 
     trainable.remote = remote
     if isinstance(trainable.interval_log, LoadLog):
         trainable.interval_log = LoadLog(trainable.interval_log.loads, client, trainable.interval_log.lifecycle)
-
-
-def _weights(experts: nn.Module) -> list[dict[str, Tensor]]:
-    assert isinstance(experts, GroupedExperts | UnevenExperts)
-    return [experts.weights_of(expert) for expert in range(len(experts.hidden_E))]
-
-
-def _rebalancer(membership: Membership, shapes: list[LayerShape], rules: PlacementRules) -> LoadRebalancer:
-    hosts = membership.hosts or equal_hosts(membership.placement.num_hosts)
-    return LoadRebalancer(rules, costs_of(shapes), hosts)
 
 
 def death_notices(deaths: Sequence[Death], note: str, *, step: int, now: float) -> list[Notice]:
@@ -351,7 +336,8 @@ class RemoteExpertState(RemoteState):
         return self.client.group.seconds
 
     def notices(self) -> list[Notice]:
-        found = self.client.notices()
+        """See `RemoteState`; also those of rank 0's rebalancer."""
+        found = [] if self.client.rebalancer is None else self.client.rebalancer.notices()
         if not self._deaths_reported and self.client.member.rank == 0:
             self._deaths_reported = True
             found += death_notices(self.deaths, self.note, step=self.client.steps, now=time.time())
@@ -386,13 +372,15 @@ class RemoteExpertState(RemoteState):
         """
         parameter = next(self.module.parameters())
         dtype, device = parameter.dtype, parameter.device
-        if self.client.member.rank == 0:
-            device = self._roomy(device, dtype)
+        shapes, room = self.client.shapes, room_on(device)
+        need = dtype.itemsize * sum(shape.numel(expert) for shape in shapes for expert in range(shape.num_experts))
+        if self.client.member.rank == 0 and room is not None and need > room:
+            device = torch.device("cpu")
         for number, layer in enumerate(self.layers):
             weights = self.client.fetch(number)
             if weights is None:
                 continue
-            shape = self.client.shapes[number]
+            shape = shapes[number]
             try:
                 experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
             except torch.OutOfMemoryError:  # another process may have taken the room
@@ -409,9 +397,3 @@ class RemoteExpertState(RemoteState):
             module.zero_grad()  # gradients would come along
             module.to(device)
         return module
-
-    def _roomy(self, device: torch.device, dtype: torch.dtype) -> torch.device:
-        """The device, or the CPU if all experts do not fit there."""
-        room, shapes = room_on(device), self.client.shapes
-        need = dtype.itemsize * sum(shape.numel(expert) for shape in shapes for expert in range(shape.num_experts))
-        return device if room is None or need <= room else torch.device("cpu")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -21,7 +20,6 @@ from raytrain.train.memory.device import is_out_of_memory
 
 # ---------------------------------------------------------------- grouped check
 # Whether torch's grouped matrix product can be trusted on a device: it is compared with a loop, once per shape.
-
 
 KERNELS_FOR = (9, 10)
 """Major compute capabilities. On others torch (2.11 to 2.13) loops, and reads the counts six times a layer."""
@@ -92,12 +90,10 @@ def why_not(shape: Shape) -> str:
 def _difference(shape: Shape) -> str:
     """Compare result and gradients, expert by expert, so that only one of them exists in fp32."""
     generator = torch.Generator().manual_seed(0)  # on the CPU: the run's own generators stay as they are
-    draw = partial(_drawn, generator=generator, shape=shape)
-    x, weight = (
-        draw(sum(ROWS), shape.inputs).requires_grad_(),
-        draw(len(ROWS), shape.outputs, shape.inputs).requires_grad_(),
-    )
-    upstream = draw(sum(ROWS), shape.outputs)
+    sizes = (sum(ROWS), shape.inputs), (len(ROWS), shape.outputs, shape.inputs), (sum(ROWS), shape.outputs)
+    x, weight, upstream = (torch.randn(one, generator=generator).to(shape.device, shape.dtype) for one in sizes)
+    x.requires_grad_()
+    weight.requires_grad_()
     ends = torch.tensor(ROWS, device=shape.device).cumsum(0).to(torch.int32)
     # a kernel that leaves out the experts without rows returns what stood in memory: let that be no zeros
     torch.full_like(weight, math.nan)
@@ -119,22 +115,12 @@ def _difference(shape: Shape) -> str:
                 "the gradient of the weights": (of_weights[expert], above.T @ rows),
             }
             for name, (ours, looped) in pairs.items():
-                if _unlike(ours, looped):
+                if not bool((ours.float() - looped).abs().max() <= TOLERANCE * looped.abs().max()):
                     return f"{name} differs from the loop's"
     return ""
 
 
-def _drawn(*sizes: int, generator: torch.Generator, shape: Shape) -> Tensor:
-    return torch.randn(sizes, generator=generator).to(shape.device, shape.dtype)
-
-
-def _unlike(one: Tensor, other: Tensor) -> bool:
-    return not bool((one.float() - other).abs().max() <= TOLERANCE * other.abs().max())
-
-
 # ---------------------------------------------------------------- grouped
-# The experts of one layer as stacked weights: runs them in a loop, or as one grouped product where that exists.
-
 
 INIT_STD = 0.02
 #: Above this many rows, an expert's rows are padded where each number of rows costs generated code (`padded_rows`).
@@ -150,9 +136,6 @@ class GroupedExperts(nn.Module):
         bias: each linear map adds a vector, initially zero. With relu this is a perceptron with one hidden layer.
         residual_scale: scales the initial w2, which writes into the residual stream.
         frozen: names of the weights that do not require gradients.
-
-    Attributes:
-        expert_ids: permanent names: position e of the stacked weights is expert `expert_ids[e]`.
 
     Every expert has a gradient after backward, zero if it received no token; frozen weights have none.
     """
@@ -188,7 +171,6 @@ class GroupedExperts(nn.Module):
         super().__init__()
         if min(num_experts, width, hidden) < 1:
             raise ValueError(f"{num_experts} experts of {width} x {hidden}: each must be at least 1")
-        self.expert_ids = list(range(num_experts))
         self.width, self.bias = width, bias
         self.activation: Activation = activation
         self.hidden_E = (hidden,) * num_experts
@@ -307,7 +289,6 @@ class UnevenExperts(nn.Module):
             GroupedExperts(number, width, hidden, **kind, frozen=frozen) for hidden, frozen, number in runs
         )
         self.sizes = [number for *_, number in runs]
-        self.expert_ids = list(range(len(hidden_E)))
         self.hidden_E = tuple(hidden_E)
         self.width, self.bias = width, bias
         self.activation: Activation = activation

@@ -18,13 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experts.placement.values import LayerPlacement, Placement
+from experts.placement.values import LayerPlacement, Placement, split_rows
 from raytrain.train.activation_checkpointing import inside_backward
 from raytrain.trainable import GlobalStep
 
 # ---------------------------------------------------------------- router
-# Top-k routing; its losses and counts are additive over any split of the sequences.
-
 
 UNCERTAINTY_UNIT = 1 << 20
 """Of a token's uncertainty in the pending counts."""
@@ -156,9 +154,7 @@ class TopKRouter(nn.Module):
             routed_BE = counts_BE if valid_BS is None else self._count(indices_BSK, valid_BS)
             aux = self._aux(logits_BSE, scores_BSE, routed_BE, weight_BS)
         kept_BSK = self._keep(indices_BSK, valid_BS)
-        self._count_pending(indices_BSK, kept_BSK, weight_BS)
-        if self.open_E is not None:
-            self._add_uncertainty(scores_BSE, weight_BS)
+        self._count_pending(indices_BSK, kept_BSK, weight_BS, scores_BSE)
         if kept_BSK is not None:
             weights_BSK = weights_BSK * kept_BSK
             counts_BE = self._count(indices_BSK, kept_BSK)
@@ -284,8 +280,14 @@ class TopKRouter(nn.Module):
         return (per_token * weight_BS).sum() / torch.where(total > 0, total, 1.0)
 
     @torch.no_grad()
-    def _count_pending(self, indices_BSK: Tensor, kept_BSK: Tensor | None, weight_BS: Tensor | None) -> None:
-        """Add to the pending counts, in training forwards only; recomputation in backward does not count."""
+    def _count_pending(
+        self, indices_BSK: Tensor, kept_BSK: Tensor | None, weight_BS: Tensor | None, scores_BSE: Tensor
+    ) -> None:
+        """Add to the pending counts, in training forwards only; recomputation in backward does not count.
+
+        A token's uncertainty is the entropy of its scores over that of an even choice, as a multiple of 1 /
+        `UNCERTAINTY_UNIT`: a sum of integers is the same for any split of the tokens.
+        """
         compiled = torch.compiler.is_compiling()
         if not self.training or (not compiled and inside_backward()):
             return
@@ -295,15 +297,8 @@ class TopKRouter(nn.Module):
         if kept_BSK is not None:
             dropped = ~kept_BSK if counted_BS is None else ~kept_BSK & counted_BS.unsqueeze(-1)
             add(self.pending_counts[self.num_experts], dropped.sum())
-
-    @torch.no_grad()
-    def _add_uncertainty(self, scores_BSE: Tensor, weight_BS: Tensor | None) -> None:
-        """Add the entropy of each counted token's scores over that of an even choice, as a multiple of 1 /
-        `UNCERTAINTY_UNIT`: a sum of integers is the same for any split of the tokens."""
-        compiled = torch.compiler.is_compiling()
-        if not self.training or (not compiled and inside_backward()):
+        if self.open_E is None:
             return
-        add = _add_outside_backward if compiled else Tensor.add_
         shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
         entropy_BS = torch.special.entr(shares_BSE).sum(-1) / torch.log(torch.as_tensor(self.number).clamp(min=2))
         units_BS = (entropy_BS * UNCERTAINTY_UNIT).round().to(torch.int64)
@@ -318,8 +313,6 @@ def _add_outside_backward(pending: Tensor, more: Tensor) -> None:
 
 
 # ---------------------------------------------------------------- trace
-# Records the experts of each token in traced steps; kept on the device until the next logged row, then written.
-
 
 #: Traced steps without a logged row whose choices are kept.
 MOST_KEPT = 64
@@ -366,15 +359,13 @@ class RoutingTrace:
 
     def take(self) -> dict[int, bytes]:
         """Return step -> file content of the kept steps, and forget them; reads the device."""
-        kept, self._kept = self._kept, {}
-        return {step: _archive(step, *tensors) for step, tensors in kept.items()}
-
-
-def _archive(step: int, indices: Tensor, weights: Tensor, valid: Tensor) -> bytes:
-    buffer = io.BytesIO()
-    tensors = (indices.cpu().numpy(), weights.cpu().numpy(), valid.cpu().numpy())
-    np.savez_compressed(buffer, indices=tensors[0], weights=tensors[1], valid=tensors[2], step=np.int64(step))
-    return buffer.getvalue()
+        files: dict[int, bytes] = {}
+        for step, tensors in self._kept.items():
+            buffer, (indices, weights, valid) = io.BytesIO(), (tensor.cpu().numpy() for tensor in tensors)
+            np.savez_compressed(buffer, indices=indices, weights=weights, valid=valid, step=np.int64(step))
+            files[step] = buffer.getvalue()
+        self._kept = {}
+        return files
 
 
 def build_trace(routers: Sequence[TopKRouter], every: int | None) -> RoutingTrace | None:
@@ -384,7 +375,6 @@ def build_trace(routers: Sequence[TopKRouter], every: int | None) -> RoutingTrac
 
 
 # ---------------------------------------------------------------- load
-# Statistics of the routers: counts of each layer, imbalance, drops, last use.
 
 
 def imbalance(counts_LE: Tensor, number: Tensor | int | None = None) -> Tensor:
@@ -403,20 +393,17 @@ class LoadTracker:
 
     Args:
         routers: one per layer, in the order of the layers.
-        decay: of the moving average over steps.
         trace: notified of the end of each step, or None.
 
     One vector holds a step: for each layer its E counts, then its drops. The counts of the log interval in progress are
     part of a checkpoint (`state_dict`), so that a resumed run counts every step exactly once.
     """
 
-    def __init__(self, routers: Sequence[TopKRouter], *, decay: float = 0.9, trace: RoutingTrace | None = None) -> None:
-        self.routers, self.decay, self.trace = list(routers), decay, trace
+    def __init__(self, routers: Sequence[TopKRouter], *, trace: RoutingTrace | None = None) -> None:
+        self.routers, self.trace = list(routers), trace
         self.sizes = [router.num_experts + 1 for router in self.routers]
         self.last: list[Tensor] = []
         """Per layer the counts of the last committed step, (E + 1,) float64."""
-        self.average: list[Tensor] = []
-        """Per layer their moving average, which starts with the counts of the first step."""
         total = sum(self.sizes)
         self.step = self.window_steps = 0
         """Committed steps, skipped ones included; and their number since the last logged row."""
@@ -441,35 +428,25 @@ class LoadTracker:
             router.commit(part, skipped=skipped)
         if counts is None:
             return
-        self._add(counts, skipped)
+        done = counts.double() * ~torch.as_tensor(skipped, device=counts.device)
+        self.window = self.window.to(done.device) + done
+        self.used = torch.where(done > 0, float(self.step), self.used.to(done.device))
         new = [part.double() for part in counts.split(self.sizes)]
         if self.last:  # a skipped step does not count; whether it is one stays on the device
             stays = torch.as_tensor(skipped, device=counts.device)
             new = [torch.where(stays, old, part) for old, part in zip(self.last, new, strict=True)]
-        old = self.average or new
-        self.average = [self.decay * a + (1 - self.decay) * n for a, n in zip(old, new, strict=True)]
         self.last = new
-
-    def _add(self, counts: Tensor, skipped: Tensor) -> None:
-        done = counts.double() * ~torch.as_tensor(skipped, device=counts.device)
-        self.window = self.window.to(done.device) + done
-        self.used = torch.where(done > 0, float(self.step), self.used.to(done.device))
 
     def forget(self, layer: int, slot: int, *, heir: int | None) -> None:
         """End the statistics of a slot whose expert goes: they become those of the slot `heir`, if there is one."""
         start = sum(self.sizes[:layer])
-        gone, kept = start + slot, None if heir is None else start + heir
+        gone = start + slot
         window, used = self.window.clone(), self.used.clone()  # a checkpoint may still read the old ones
-        average = [part.clone() for part in self.average]
-        if kept is not None and heir is not None:
-            window[kept] += window[gone]
-            used[kept] = torch.maximum(used[kept], used[gone])
-            if average:
-                average[layer][heir] += average[layer][slot]
+        if heir is not None:
+            window[start + heir] += window[gone]
+            used[start + heir] = torch.maximum(used[start + heir], used[gone])
         window[gone] = used[gone] = 0.0
-        if average:
-            average[layer][slot] = 0.0
-        self.window, self.used, self.average = window, used, average
+        self.window, self.used = window, used
 
     def state_dict(self) -> dict[str, Tensor]:
         """For a checkpoint."""
@@ -494,7 +471,6 @@ class LoadTracker:
 
 
 # ---------------------------------------------------------------- routes
-# Divides rows over hosts by a router's counts: how many go to each host, and in which order.
 
 
 @dataclass(frozen=True)
@@ -549,7 +525,7 @@ class LayerRoutes:
 
     def route(self, counts: Sequence[int]) -> Route:
         """Divide rows over the hosts; `counts` (E,) are those of each expert. Deterministic, in pure Python."""
-        parts = self.placed.split(counts)
+        parts = split_rows(counts, self.placed.shares)
         slot_counts = [[parts[expert][copy] for expert, copy in held] for held in self.slots]
         host_counts = [sum(rows) for rows in slot_counts]
         if self.in_order:
@@ -563,13 +539,8 @@ class LayerRoutes:
             for (expert, copy), number in zip(held, rows, strict=True):
                 if number:
                     begin = starts[expert] + sum(parts[expert][:copy])
-                    _append(segments, begin, begin + number)
+                    end = begin + number
+                    if segments and segments[-1][1] == begin:  # it continues the last piece
+                        begin = segments.pop()[0]
+                    segments.append((begin, end))
         return Route(host_counts, slot_counts, None if segments in ([], [(0, total)]) else segments)
-
-
-def _append(segments: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Add a piece; joins it to the last one if it continues that."""
-    if segments and segments[-1][1] == begin:
-        segments[-1] = (segments[-1][0], end)
-    else:
-        segments.append((begin, end))

@@ -39,8 +39,6 @@ from raytrain.plan.machines import is_named, peak_of
 from raytrain.plan.memory import trained_bytes
 
 # ---------------------------------------------------------------- sizes
-# Sizes of the built-in mixture-of-experts models by formula, and checks of their keys.
-
 
 LIFECYCLE_BUILDERS = ("experts.models:moe_gpt", "experts.models:moe_mlp")
 """Builders whose experts can come and go."""
@@ -105,45 +103,32 @@ def _check_lifecycle(experts: ExpertsConfig, number: int | None) -> None:
                 remedy="experts come and go only where their highest number is given",
             )  # fmt: skip
         return
-    most, least = cycle.max_experts or 0, experts.least_living
-    first = f"experts.num_experts, {number}"
-    if isinstance(experts.hidden, list):
-        raise InputError(
-            "experts.hidden", got=f"{len(experts.hidden)} widths with {key}.max_experts {most}",
-            expected="one width, since a newcomer takes any free place",
-        )  # fmt: skip
-    if number is not None and most < number:
-        raise InputError(f"{key}.max_experts", got=str(most), expected=f"at least {first}")
-    if least < experts.top_k:
-        raise InputError(f"{key}.min_experts", got=str(least), expected=f"at least experts.top_k, {experts.top_k}")
-    if number is not None and least > number:
-        raise InputError(f"{key}.min_experts", got=str(least), expected=f"at most {first}")
-    replay = cycle.replay
-    if experts.graph_routing and replay.bytes is None:
-        raise InputError(
-            "experts.graph_routing", got=f"{experts.graph_routing:g} without {key}.replay.bytes", expected="0",
-            remedy="sleep cycles make the graph of experts, and they need the rows that are kept in that memory",
-        )  # fmt: skip
-    if replay.bytes is None and replay != type(replay)():
-        raise InputError(
-            f"{key}.replay.bytes", got="null with other keys of experts.lifecycle.replay",
-            expected="a number with them", remedy="rows are replayed only where there is memory for them",
-        )  # fmt: skip
-    if replay.bytes is None and cycle.merge.similarity not in (None, type(cycle.merge)().similarity):
-        raise InputError(
-            f"{key}.merge.similarity", got=f"{cycle.merge.similarity:g} without {key}.replay.bytes",
-            expected="null, or a number for that too", remedy="sleep cycles compare experts, on the rows that are kept",
-        )  # fmt: skip
-    if replay.bytes is not None and experts.hosts != 0:
-        raise InputError(
-            "experts.hosts", got=f"{experts.hosts} with {key}.replay.bytes {replay.bytes}", expected="0",
-            remedy="a sleep cycle runs in workers that hold all experts",
-        )  # fmt: skip
-    if experts.replicas:
-        raise InputError(
-            "experts.replicas", got=f"{experts.replicas} with {key}.max_experts {most}", expected="0",
-            remedy="copies of experts that come and go are not made",
-        )  # fmt: skip
+    most, least, replay, merge = cycle.max_experts or 0, experts.least_living, cycle.replay, cycle.merge
+    first, unkept = f"experts.num_experts, {number}", f"without {key}.replay.bytes"
+    known, keeps = number is not None, replay.bytes is not None
+    widths = experts.hidden if isinstance(experts.hidden, list) else []
+    rows: list[tuple[bool, str, str, str, str]] = [
+        (bool(widths), "experts.hidden", f"{len(widths)} widths with {key}.max_experts {most}",
+         "one width, since a newcomer takes any free place", ""),
+        (known and most < (number or 0), f"{key}.max_experts", str(most), f"at least {first}", ""),
+        (least < experts.top_k, f"{key}.min_experts", str(least), f"at least experts.top_k, {experts.top_k}", ""),
+        (known and least > (number or 0), f"{key}.min_experts", str(least), f"at most {first}", ""),
+        (experts.graph_routing > 0 and not keeps, "experts.graph_routing", f"{experts.graph_routing:g} {unkept}", "0",
+         "sleep cycles make the graph of experts, and they need the rows that are kept in that memory"),
+        (not keeps and replay != type(replay)(), f"{key}.replay.bytes",
+         "null with other keys of experts.lifecycle.replay", "a number with them",
+         "rows are replayed only where there is memory for them"),
+        (not keeps and merge.similarity not in (None, type(merge)().similarity), f"{key}.merge.similarity",
+         f"{merge.similarity} {unkept}", "null, or a number for that too",
+         "sleep cycles compare experts, on the rows that are kept"),
+        (keeps and experts.hosts != 0, "experts.hosts", f"{experts.hosts} with {key}.replay.bytes {replay.bytes}", "0",
+         "a sleep cycle runs in workers that hold all experts"),
+        (experts.replicas > 0, "experts.replicas", f"{experts.replicas} with {key}.max_experts {most}", "0",
+         "copies of experts that come and go are not made"),
+    ]  # fmt: skip
+    for wrong, where, got, expected, remedy in rows:
+        if wrong:
+            raise InputError(where, got=got, expected=expected, remedy=remedy)
 
 
 def check_used(experts: ExpertsConfig, builder: str | None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.parallel.collectives import ABORT_REASON_TIMEOUT_S
 
 # ---------------------------------------------------------------- protocol
-# The protocol between workers and expert hosts: operations, the header before each of them, and errors.
-
 
 MAGIC = 0x4558_5052_5401
 FIELDS = ("magic", "generation", "version", "step", "op", "layer", "micro_batch", "dtype", "width")
@@ -112,10 +110,9 @@ class Header:
 
 
 def read_headers(
-    rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None,
-    layers: Sequence[str] = (),
-) -> Header:  # fmt: skip
-    """Decode the one header that all workers sent; `rows` holds those of all of them, or of `workers`.
+    rows: list[list[int]], *, generation: int, version: int, workers: list[int], layers: Sequence[str] = ()
+) -> Header:
+    """Decode the one header that all of these `workers` sent.
 
     Args:
         layers: their names in the model, for messages.
@@ -124,16 +121,15 @@ def read_headers(
         HeaderMismatch: they differ from each other, or from this host's generation or placement.
     """
     first = rows[0][:HEADER_SIZE]
-    names = workers or list(range(len(rows)))
-    for worker, row in zip(names, rows, strict=True):
+    for worker, row in zip(workers, rows, strict=True):
         if row[:HEADER_SIZE] != first:
             differences = ", ".join(
                 f"{name} {mine} and {other}"
                 for name, mine, other in zip(FIELDS, first, row[:HEADER_SIZE], strict=True)
                 if mine != other
             )
-            found = f"worker {names[0]} and worker {worker} are in different operations: {differences}"
-            raise HeaderMismatch(found + _calls({names[0]: first, worker: row}, layers))
+            found = f"worker {workers[0]} and worker {worker} are in different operations: {differences}"
+            raise HeaderMismatch(found + _calls({workers[0]: first, worker: row}, layers))
     expected: dict[str, int] = {"magic": MAGIC, "generation": generation, "version": version}
     seen: dict[str, int] = dict(zip(FIELDS, first, strict=True))
     wrong = [f"{name} {seen[name]} instead of {value}" for name, value in expected.items() if seen[name] != value]
@@ -163,70 +159,8 @@ def bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-class Transport(Protocol):
-    """Exchanges tensors between the members of one generation.
-
-    Ranks 0 to W - 1 are the workers. `holders` are the ranks that own experts: those after the workers, or, where
-    experts are colocated, the workers themselves.
-
-    Attributes:
-        seconds: spent in calls, waiting included.
-    """
-
-    rank: int
-    size: int
-    holders: list[int]
-    seconds: float
-
-    def headers(self, rows: Tensor | None, size: int, *, dropped: Set[int] = frozenset()) -> list[list[int]]:
-        """Send one int64 row from each worker that has not `dropped` out to each holder. Blocks a holder.
-
-        Args:
-            rows: (H, size), one for each holder; None on a host and on a worker that receives only.
-
-        Returns:
-            the rows received, on a holder.
-        """
-        ...
-
-    def exchange(
-        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, channel: Channel,
-        into: Tensor | None = None,
-    ) -> PendingExchange:  # fmt: skip
-        """Start an uneven all-to-all over the first dimension, in the order of the ranks.
-
-        Only members with rows for each other communicate: a member without any need not call it.
-
-        Args:
-            channel: equal on all members that take part.
-            into: receives the rows; allocated if None.
-        """
-        ...
-
-    def all_reduce(self, vector: Tensor) -> None:
-        """Sum a CPU vector over all members, in place."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group after its last call."""
-        ...
-
-    def abort(self) -> None:
-        """End every waiting call of this member, from another thread; the group must not be used afterwards."""
-        ...
-
-
-class PendingExchange(Protocol):
-    """An exchange in flight."""
-
-    def wait(self) -> Tensor:
-        """Return the rows received."""
-        ...
-
-
 # ---------------------------------------------------------------- nccl
 # NCCL communicators of a generation: connected within a limit, used in pairs of members, and ended within a limit.
-
 
 ABORT_S = 10.0
 """Longest wait for the abort of all communicators of a member; one that takes longer goes on in its thread."""
@@ -414,8 +348,6 @@ def _abort(group: Any) -> None:
 
 
 # ---------------------------------------------------------------- process group
-# The joint process group of one generation: all workers and all hosts, next to torch's default group.
-
 
 HEADERS, ROWS, END = 0, 1, 2
 """Message tags: messages between two members stay in order within each tag."""
@@ -424,12 +356,14 @@ RENDEZVOUS_S = 60.0
 
 
 class JointGroup:
-    """A member's end of the joint group; implements `Transport`.
+    """A member's end of the joint group, which exchanges tensors between the members of one generation.
+
+    Ranks 0 to W - 1 are the workers; `seconds` are those spent in calls, waiting included.
 
     Args:
         store: where the members find each other (`torch.distributed.Store`).
         name: prefix of the generation in the store, equal on all members.
-        rank, size: of this member, and of the group; workers come first.
+        rank, size: of this member, and of the group.
         workers: number of workers among the members.
         holders: ranks that own experts: those after the workers, or the workers where experts are colocated.
         device: of the rows; a CUDA device uses NCCL for them, and gloo for everything else. Without an index it is the
@@ -479,7 +413,14 @@ class JointGroup:
         return [self._control, *self._payload.values()]
 
     def headers(self, rows: Tensor | None, size: int, *, dropped: Set[int] = frozenset()) -> list[list[int]]:
-        """See `Transport`; `rows` on the CPU."""
+        """Send one int64 row from each worker that has not `dropped` out to each holder. Blocks a holder.
+
+        Args:
+            rows: (H, size) on the CPU, one for each holder; None on a host and on a worker that receives only.
+
+        Returns:
+            the rows received, on a holder.
+        """
         holds = self.rank in self.holders
         sends = [int(rank in self.holders and rows is not None) for rank in range(self.size)]
         receives = [int(rank < self.workers and holds and rank not in dropped) for rank in range(self.size)]
@@ -493,7 +434,13 @@ class JointGroup:
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, channel: Channel,
         into: Tensor | None = None,
     ) -> Exchange:  # fmt: skip
-        """See `Transport`.
+        """Start an uneven all-to-all over the first dimension, in the order of the ranks.
+
+        Only members with rows for each other communicate: a member without any need not call it.
+
+        Args:
+            channel: equal on all members that take part.
+            into: receives the rows; allocated if None.
 
         Raises:
             ValueError: the tensors are on another device than the channel's.
@@ -537,14 +484,14 @@ class JointGroup:
         return self._timed(start)
 
     def all_reduce(self, vector: Tensor) -> None:
-        """See `Transport`."""
+        """Sum a CPU vector over all members, in place."""
         self._timed(lambda: self._control.allreduce([vector]).wait())
 
     def abort(self, reason: str = "the group was aborted") -> None:
-        """See `Transport`: every waiting or later call of this member raises `Aborted` with the reason."""
+        """From another thread: every waiting or later call of this member raises `Aborted` with the reason."""
         if not self._aborted:
             self.mark(reason)
-            self._leave()
+            abort_groups(self.groups)
 
     def close(self) -> None:
         """Leave the group, in which nothing is under way: its calls are over on all members."""
@@ -554,10 +501,6 @@ class JointGroup:
     def mark(self, reason: str) -> None:
         """Have every later call raise `Aborted` with the reason, the first one given; ends no waiting call."""
         self._aborted = self._aborted or reason
-
-    def _leave(self) -> None:
-        """End all waiting calls here, and close the connections, which wakes the members that wait for this one."""
-        abort_groups(self.groups)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         """Add up the seconds. Torch raises a plain RuntimeError for every failure, a dead member's included.
@@ -575,7 +518,7 @@ class JointGroup:
             if is_out_of_memory(error, device=None):  # by its type: NCCL's own errors count as a loss
                 self.abort(f"a member ran out of memory while it exchanged rows: {first_line(error)}")
                 raise
-            self._leave()
+            abort_groups(self.groups)  # which wakes the members that wait for this one
             raise Aborted(self._await_reason() or f"a member has exited: {first_line(error)}") from error
         finally:
             self.seconds += time.perf_counter() - began
@@ -601,16 +544,13 @@ class Exchange:
     def wait(self) -> Tensor:
         """Return the rows received, in the order of the ranks."""
         works, self._works = self._works, []
+        # gloo's messages do not use the group's timeout; given one, NCCL would wait for the device
+        limit = () if self._on_device else (self._group.timeout,)
         if works:
-            self._group._timed(lambda: self._finish(works))
+            self._group._timed(lambda: [work.wait(*limit) for work in works])
         if self._into is not self._received:
             self._received = self._into.copy_(self._received)
         return self._into
-
-    def _finish(self, works: list[Any]) -> None:
-        for work in works:
-            # gloo's messages do not use the group's timeout; given one, NCCL would wait for the device
-            work.wait() if self._on_device else work.wait(self._group.timeout)
 
 
 def _on_host(rows: Tensor) -> Tensor:
@@ -627,10 +567,8 @@ def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, 
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=min(RENDEZVOUS_S, timeout_s))
     interface = interface or os.environ.get(GLOO)
-    if interface is not None:
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]  # pyright: ignore
-    else:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]  # pyright: ignore
+    kind: Any = dist.ProcessGroupGloo
+    options._devices = [kind.create_default_device() if interface is None else kind.create_device(interface=interface)]
     group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
     group._set_default_timeout(timedelta(seconds=timeout_s))  # of the calls; the one above is of the rendezvous
     return group

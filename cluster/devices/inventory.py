@@ -20,14 +20,10 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from cluster.devices.gpus import Device, amd_devices, cuda_of_driver, driver_version, visible_devices
-from cluster.devices.limits import ROOT, cpu_description, memory_bytes, usable_cores
+from cluster.devices.limits import ROOT, cpu_description, machine_memory, memory_bytes, text_of, usable_cores
 from cluster.wording import counted
 
 # ---------------------------------------------------------------- torch build
-# What the installed torch is built for, read from its files: importing it would take seconds.
-
-
-INSTALL = "install a torch build for it"
 
 
 @dataclass(frozen=True)
@@ -43,24 +39,22 @@ class TorchBuild:
     cuda: str | None = None
     hip: str | None = None
 
-    def problem(self, needs: Literal["cuda", "hip"], *, driver: tuple[int, int] | None = None) -> str:
-        """Why this build cannot use GPUs of CUDA or ROCm; "" if it can, as far as is known.
+    def problem(self, needs: Literal["cuda", "hip"], *, driver: tuple[int, int] | None = None) -> str | None:
+        """Why this build cannot use GPUs of CUDA or ROCm; None if it can, as far as is known.
 
         Args:
             driver: the newest CUDA that the driver supports. An older minor version works, an older major one does not.
         """
         if not self.version:
-            return ""
-        built = self.cuda if needs == "cuda" else self.hip
+            return None
+        built, install = self.cuda if needs == "cuda" else self.hip, "install a torch build for it"
         if built is None:
             other = "ROCm" if self.hip else "CUDA" if self.cuda else "CPUs"
-            return f"torch {self.version} is built for {other} only; {INSTALL}"
+            return f"torch {self.version} is built for {other} only; {install}"
         if driver is not None and driver[0] < int(built.partition(".")[0]):
-            shown = f"{driver[0]}.{driver[1]}"
-            return (
-                f"torch {self.version} needs CUDA {built}, the driver supports {shown}; update the driver or {INSTALL}"
-            )
-        return ""
+            shown = f"the driver supports {driver[0]}.{driver[1]}"
+            return f"torch {self.version} needs CUDA {built}, {shown}; update the driver or {install}"
+        return None
 
 
 def installed_torch(file: Path | None = None) -> TorchBuild:
@@ -74,24 +68,14 @@ def installed_torch(file: Path | None = None) -> TorchBuild:
         if spec is None or spec.origin is None:
             return TorchBuild()
         file = Path(spec.origin).with_name("version.py")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError:
+    found = re.findall(r"^(__version__|cuda|hip)\b[^=\n]*=\s*(.+?)\s*$", text_of(file), flags=re.MULTILINE)
+    values = {name: None if value == "None" else value.strip("'\"") for name, value in found}
+    if not {"__version__", "cuda", "hip"} <= set(values):
         return TorchBuild()
-    found = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*=\s*(.+?)\s*$", text, flags=re.MULTILINE))
-    if not {"__version__", "cuda", "hip"} <= set(found):
-        return TorchBuild()
-
-    def value(name: str) -> str | None:
-        text = found[name]
-        return None if text == "None" else text.strip("'\"")
-
-    return TorchBuild(value("__version__") or "", value("cuda"), value("hip"))
+    return TorchBuild(values["__version__"] or "", values["cuda"], values["hip"])
 
 
 # ---------------------------------------------------------------- toolchain
-# Checks the toolchain that `torch.compile` needs on a machine, without importing torch.
-
 
 #: The first torch with `torch.compile`.
 FIRST_TORCH = "2.0"
@@ -126,8 +110,6 @@ def missing_for_compile(
 
 
 # ---------------------------------------------------------------- inventory
-# Detects machines and accelerators; no other module does.
-
 
 # fmt: off
 CAPABILITIES: dict[str, tuple[int, int]] = {
@@ -204,39 +186,26 @@ class Inventory:
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for plan.json and environment.json."""
-        record = asdict(self)
-        record["unusable"] = list(self.unusable)
-        for node in record["nodes"]:
-            node["more_accelerators"] = list(node["more_accelerators"])
-            node["devices"] = [dict(row, capability=_listed(row["capability"])) for row in node["devices"]]
-        return dict(record, nodes=list(record["nodes"]), notes=list(self.notes), summary=self.describe())
+        return _with_lists({**asdict(self), "summary": self.describe()})
 
 
 def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
     """The inventory that `Inventory.to_json` wrote."""
-    nodes = tuple(
-        Node(
-            **{
-                **row,
-                "devices": tuple(_device(device) for device in row["devices"]),
-                "more_accelerators": tuple(row["more_accelerators"]),
-            }
-        )
-        for row in record["nodes"]
-    )
-    return Inventory(
-        nodes, record["source"], record["cpu_model"], record["cpu_flags"], tuple(record["notes"]),
-        tuple(record["unusable"]),
-    )  # fmt: skip
+    nodes = []
+    for row in record["nodes"]:
+        devices = (Device(**{**one, "capability": one["capability"] and tuple(one["capability"])})
+                   for one in row["devices"])  # fmt: skip
+        more = tuple(row["more_accelerators"])
+        nodes.append(Node(**{**row, "devices": tuple(devices), "more_accelerators": more}))
+    notes, unusable = tuple(record["notes"]), tuple(record["unusable"])
+    return Inventory(tuple(nodes), record["source"], record["cpu_model"], record["cpu_flags"], notes, unusable)
 
 
-def _device(row: Mapping[str, Any]) -> Device:
-    capability = row["capability"]
-    return Device(**{**row, "capability": None if capability is None else (capability[0], capability[1])})
-
-
-def _listed(capability: tuple[int, int] | None) -> list[int] | None:
-    return list(capability) if capability is not None else None
+def _with_lists(value: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _with_lists(inner) for key, inner in value.items()}
+    return [_with_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def local_inventory(
@@ -340,15 +309,10 @@ def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *
     """GPUs of another node, as far as Ray describes them."""
     name = next(iter(_accelerators(resources)), "") or labels.get("ray.io/accelerator-type", "GPU")
     capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
-    return tuple(
-        Device(kind="cuda", name=name, memory_bytes=0, capability=capability, uuid=None, index=index)
-        for index in range(count)
-    )
+    return tuple(Device("cuda", name, 0, capability, None, index) for index in range(count))
 
 
 # ---------------------------------------------------------------- facts
-# The facts about the devices of this machine: the same keys for a GPU of NVIDIA or AMD and for a CPU.
-
 
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
 """NVIDIA's compute capabilities from which tensor cores compute in these formats."""
@@ -405,10 +369,6 @@ def fast_formats(capability: tuple[int, int] | None) -> list[str]:
 def machine_limits(inventory: Inventory, *, root: Path = ROOT) -> Mapping[str, Any]:
     """What a process on this machine may use: {cores, cores_reason, memory_total_bytes, memory_free_bytes,
     machine_memory_bytes, shared_memory_total_bytes, shared_memory_free_bytes}; None where it is unknown."""
-    import shutil
-
-    from cluster.devices.limits import machine_memory, usable_cores
-
     cores, why = usable_cores(root=root)
     node, shared = inventory.nodes[0], root / "dev/shm"
     usage = shutil.disk_usage(shared) if shared.is_dir() else None

@@ -19,17 +19,13 @@ _UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple o
 
 def usable_cores(*, root: Path = ROOT, affinity: int | None = None) -> tuple[int, str]:
     """The number of cores that this process may use, and the reason: the affinity mask, or a lower cgroup CPU quota."""
-    count = affinity if affinity is not None else _affinity_count()
+    count = affinity
+    if count is None:
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
     quota = cpu_quota(root=root)
     if quota is not None and quota < count:
         return max(1, int(quota)), f"a cgroup quota of {quota:g} of {counted(count, 'core')}"
     return count, f"{counted(count, 'core')} in the affinity mask"
-
-
-def _affinity_count() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_quota(*, root: Path = ROOT) -> float | None:
@@ -70,7 +66,7 @@ def oom_kills(*, root: Path = ROOT) -> int | None:
     its cgroup does not count them; None: unknown."""
     files = [folder / name for folder in _cgroup_folders(root, controller="memory") for name in _OOM_FILES]
     for path in [*files, root / "proc/vmstat"]:
-        for line in _text(path).splitlines():
+        for line in text_of(path).splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
@@ -79,7 +75,7 @@ def oom_kills(*, root: Path = ROOT) -> int | None:
 def cpu_description(*, root: Path = ROOT) -> tuple[str, dict[str, bool]]:
     """(model name, {flag: present} for each of BF16_FLAGS) from /proc/cpuinfo, x86 and ARM."""
     fields: dict[str, str] = {}
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in text_of(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip().lower(), value.strip())
     words = set(fields.get("flags", "").split())
@@ -89,15 +85,10 @@ def cpu_description(*, root: Path = ROOT) -> tuple[str, dict[str, bool]]:
         "avx512_bf16": "avx512_bf16" in words,
         "arm_bf16": "bf16" in features,
     }
-    model = fields.get("model name") or fields.get("cpu model") or _arm_name(fields)
+    model = fields.get("model name") or fields.get("cpu model")
+    if not model and "cpu part" in fields:  # on ARM, cpuinfo has numbers instead of a name
+        model = f"ARM implementer {fields.get('cpu implementer', '?')} part {fields['cpu part']}"
     return model or os.uname().machine, flags
-
-
-def _arm_name(fields: dict[str, str]) -> str:
-    """The CPU model on ARM, where cpuinfo has numbers instead of a name."""
-    if "cpu part" not in fields:
-        return ""
-    return f"ARM implementer {fields.get('cpu implementer', '?')} part {fields['cpu part']}"
 
 
 def _cgroup_memory(folder: Path) -> tuple[int | None, int]:
@@ -110,7 +101,7 @@ def _cgroup_memory(folder: Path) -> tuple[int | None, int]:
         if not words or words[0] == "max" or int(words[0]) >= _UNLIMITED_V1:
             continue
         used = int((_words(folder / used_name) or ["0"])[0])
-        stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines() if " " in line)
+        stat = dict(line.split()[:2] for line in text_of(folder / "memory.stat").splitlines() if " " in line)
         return int(words[0]), max(0, used - int(stat.get(cache_name, 0)))
     return None, 0
 
@@ -122,7 +113,7 @@ def _cgroup_folders(root: Path, *, controller: str) -> list[Path]:
     mount itself, which is then the container's own cgroup.
     """
     folders: list[Path] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0":
             mount = root / "sys/fs/cgroup"
@@ -137,16 +128,16 @@ def _cgroup_folders(root: Path, *, controller: str) -> list[Path]:
 
 def _meminfo(root: Path) -> dict[str, int]:
     """/proc/meminfo in bytes."""
-    rows = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    rows = (line.split() for line in text_of(root / "proc/meminfo").splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
 
 
 def _words(path: Path) -> list[str]:
-    return _text(path).split()
+    return text_of(path).split()
 
 
-def _text(path: Path) -> str:
-    """The text of a file; empty if it is missing or unreadable, since both mean that no limit is known."""
+def text_of(path: Path) -> str:
+    """The text of a file; empty if it is missing or unreadable, since both mean that nothing is known."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -10,13 +10,12 @@ import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.devices.gpus import Device, amd_devices, visible_devices
-from cluster.devices.limits import ROOT, cpu_description, memory_bytes
+from cluster.devices.limits import ROOT, cpu_description, memory_bytes, text_of
 
 # ---------------------------------------------------------------- device
-# One device at one moment, with the same keys for a CPU and for the GPUs of NVIDIA and AMD.
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,6 @@ class DeviceSample:
     throttle: list[str] | None = None
     unavailable: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping with every key."""
-        return dict(vars(self))
-
     @property
     def title(self) -> str:
         """As torch names it: cpu, cuda:0."""
@@ -68,8 +63,6 @@ def reading(values: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- cpu
-# The CPU of this machine as a device: utilisation, memory, temperature and clock from /proc and /sys.
-
 
 SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "x86_pkg_temp", "cpu-thermal")
 """Names of the kernel's temperature sensors of CPUs."""
@@ -125,7 +118,7 @@ class CpuReader:
     def _busy_and_total(self) -> tuple[int, int]:
         """Clock ticks of the cores: (spent working, all)."""
         busy = whole = 0
-        for line in _file_text(self._root / "proc/stat").splitlines():
+        for line in text_of(self._root / "proc/stat").splitlines():
             name, *ticks = line.split() or [""]
             if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self._cores:
                 counts = [int(one) for one in ticks[:8]]  # guest time is contained in user time
@@ -140,19 +133,19 @@ class CpuReader:
         found = [
             int(text) / 1000
             for place in places
-            if _file_text(place).strip() in SENSORS
+            if text_of(place).strip() in SENSORS
             for value in (*place.parent.glob("temp*_input"), *place.parent.glob("temp"))
-            if (text := _file_text(value).strip()).lstrip("-").isdigit()
+            if (text := text_of(value).strip()).lstrip("-").isdigit()
         ]
         return max(found, default=None)
 
     def _clock(self) -> float | None:
         """Mean over the cores."""
         folder = self._root / "sys/devices/system/cpu"
-        texts = [_file_text(folder / f"cpu{core}/cpufreq/scaling_cur_freq").strip() for core in sorted(self._cores)]
+        texts = [text_of(folder / f"cpu{core}/cpufreq/scaling_cur_freq").strip() for core in sorted(self._cores)]
         known = [int(text) / 1000 for text in texts if text.isdigit()]
         if not known:
-            lines = _file_text(self._root / "proc/cpuinfo").splitlines()
+            lines = text_of(self._root / "proc/cpuinfo").splitlines()
             known = [float(line.rpartition(":")[2]) for line in lines if line.startswith("cpu MHz")]
         return statistics.fmean(known) if known else None
 
@@ -166,16 +159,7 @@ def shared_memory(*, root: Path = ROOT) -> tuple[int | None, int | None]:
     return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
 
-def _file_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 # ---------------------------------------------------------------- gpu
-# GPUs of this machine at one moment: NVIDIA's through NVML, found by UUID, and AMD's through the driver's files.
-
 
 THROTTLE = {
     0x2: "application clocks",
@@ -188,20 +172,9 @@ THROTTLE = {
     0x100: "display clocks",
 }
 """Bits of NVML's throttle reasons; 0x1 is an idle GPU, which is not slowed down."""
-_GRAPHICS_CLOCK, _MEMORY_CLOCK, _TEMPERATURE_GPU = 0, 2, 0
 
 
-class GpuReader(Protocol):
-    """Reads the GPUs that a run may use."""
-
-    notes: list[str]
-
-    def sample(self, pids: Collection[int]) -> list[DeviceSample]:
-        """The GPUs now; `pids` are the processes of the run."""
-        ...
-
-
-def open_gpus(environ: Mapping[str, str], *, root: Path = ROOT, nvml: Any = None) -> GpuReader:
+def open_gpus(environ: Mapping[str, str], *, root: Path = ROOT, nvml: Any = None) -> NvmlReader | AmdReader | NoGpus:
     """A reader of the GPUs that a process with this environment sees, in torch's order; of none where there is none."""
     if nvml is None:
         try:
@@ -246,6 +219,7 @@ class NvmlReader:
 
     def _read(self, device: Device, pids: set[int]) -> DeviceSample:
         nvml, reasons = self._nvml, dict[str, str]()
+        graphics, memory_of, temperature = 0, 2, 0  # NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
 
         def ask(key: str, read: Callable[[], Any]) -> Any:
             try:
@@ -262,7 +236,8 @@ class NvmlReader:
         memory = ask("memory_used", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         used = None if memory is None else int(memory.used)
         held = self._held(ask("memory_run", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)), pids, reasons)
-        throttle = ask("throttle", lambda: _throttle(nvml, handle))
+        newer = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)  # NVML has renamed it
+        bits = ask("throttle", lambda: int((newer or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)))
         watts = ask("power_w", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         reasons.setdefault("memory_other", reasons.get("memory_run", reasons.get("memory_used", "")))
         values = {
@@ -271,15 +246,11 @@ class NvmlReader:
             "memory_used": used,
             "memory_run": held,
             "memory_other": None if used is None or held is None else max(0, used - held),
-            "temperature_c": ask(
-                "temperature_c", lambda: float(nvml.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU))
-            ),
+            "temperature_c": ask("temperature_c", lambda: float(nvml.nvmlDeviceGetTemperature(handle, temperature))),
             "power_w": None if watts is None else watts / 1000,
-            "clock_mhz": ask("clock_mhz", lambda: float(nvml.nvmlDeviceGetClockInfo(handle, _GRAPHICS_CLOCK))),
-            "memory_clock_mhz": ask(
-                "memory_clock_mhz", lambda: float(nvml.nvmlDeviceGetClockInfo(handle, _MEMORY_CLOCK))
-            ),
-            "throttle": throttle,
+            "clock_mhz": ask("clock_mhz", lambda: float(nvml.nvmlDeviceGetClockInfo(handle, graphics))),
+            "memory_clock_mhz": ask("memory_clock_mhz", lambda: float(nvml.nvmlDeviceGetClockInfo(handle, memory_of))),
+            "throttle": None if bits is None else [name for bit, name in THROTTLE.items() if bits & bit],
         }
         return DeviceSample("cuda", device.index, device.name, device.uuid, **reading(values, reasons))
 
@@ -306,12 +277,6 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def _throttle(nvml: Any, handle: Any) -> list[str]:
-    read = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    bits = int((read or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle))
-    return [name for bit, name in THROTTLE.items() if bits & bit]
-
-
 class AmdReader:
     """Reads AMD's GPUs from the files of the kernel driver (amdgpu), which rocm-smi and amdsmi read too."""
 
@@ -328,7 +293,7 @@ class AmdReader:
     def _card(self, device: Device) -> Path | None:
         """The card of this unique id; without ids, the one of the same number."""
         for card in self._cards:
-            if device.uuid and f"GPU-{_text(card / 'unique_id')}" == device.uuid:
+            if device.uuid and f"GPU-{text_of(card / 'unique_id').strip()}" == device.uuid:
                 return card
         nameless = device.uuid is None and device.index < len(self._cards)
         return self._cards[device.index] if nameless else None
@@ -336,12 +301,12 @@ class AmdReader:
     def _read(self, device: Device) -> DeviceSample:
         card = self._card(device)
         sensors = next(iter(sorted(card.glob("hwmon/hwmon*"))), None) if card else None
-        used = _number(card, "mem_info_vram_used")
+        used, total = _number(card, "mem_info_vram_used"), _number(card, "mem_info_vram_total")
         celsius, watts = _number(sensors, "temp1_input"), _number(sensors, "power1_average", "power1_input")
         values = {
             "utilisation": _number(card, "gpu_busy_percent"),
-            "memory_total": _whole(_number(card, "mem_info_vram_total")),
-            "memory_used": _whole(used),
+            "memory_total": None if total is None else int(total),
+            "memory_used": None if used is None else int(used),
             "memory_run": None,
             "memory_other": None,
             "temperature_c": None if celsius is None else celsius / 1000,
@@ -358,7 +323,7 @@ class AmdReader:
 
 def _active_clock(card: Path | None, name: str) -> float | None:
     """The line marked with a star, such as `1: 1700Mhz *`."""
-    for line in _text(card / name).splitlines() if card else ():
+    for line in text_of(card / name).splitlines() if card else ():
         if line.rstrip().endswith("*"):
             digits = "".join(one for one in line.partition(":")[2] if one.isdigit() or one == ".")
             return float(digits) if digits else None
@@ -367,18 +332,7 @@ def _active_clock(card: Path | None, name: str) -> float | None:
 
 def _number(folder: Path | None, *names: str) -> float | None:
     for name in names if folder else ():
-        text = _text(folder / name)  # pyright: ignore[reportOptionalOperand]
+        text = text_of(folder / name).strip()  # pyright: ignore[reportOptionalOperand]
         if text.lstrip("-").isdigit():
             return float(text)
     return None
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -18,7 +18,6 @@ from cluster.telemetry.devices import CpuReader, open_gpus, shared_memory
 from cluster.telemetry.processes import RayWorkers, RunProcesses
 
 # ---------------------------------------------------------------- sampler
-# Samples one node: its devices, the memory and CPU time of the run's processes, and shared memory.
 
 
 class NodeSampler:
@@ -54,7 +53,7 @@ class NodeSampler:
             "kind": "telemetry",
             "time": time.time(),
             "node": self.node,
-            "devices": [{"device": one.title, **one.to_json()} for one in (cpu, *gpus)],
+            "devices": [{"device": one.title, **asdict(one)} for one in (cpu, *gpus)],
             "processes": [asdict(one) for one in processes],
             "shm_total": total,
             "shm_free": free,

@@ -20,7 +20,6 @@ from raytrain.errors import InputError
 from raytrain.train.activation_checkpointing import inside_backward, will_be_recomputed
 
 # ---------------------------------------------------------------- call
-# One micro-batch through the experts of one layer: rows to the holders and back, later their gradients.
 
 
 class ExpertCall:
@@ -84,7 +83,7 @@ class ExpertCall:
         return rows
 
     def complete_sends(self) -> None:
-        """See `UnfinishedExchange`: send what this call owes, and return other workers' rows unchanged."""
+        """Send everything that the others wait for, other workers' rows unchanged."""
         if self._unsent is not None:
             self._send_rows(self._unsent)
             if self.client.shard is None:
@@ -93,7 +92,7 @@ class ExpertCall:
             self._return(self._arriving.wait())
 
     def drain(self) -> None:
-        """See `UnfinishedExchange`."""
+        """Receive what is still to arrive, and forget it."""
         self._returning.wait()
         self._end()
 
@@ -148,8 +147,6 @@ class ExpertCall:
 
 
 # ---------------------------------------------------------------- dispatch
-# Experts in other processes as a module: dispatch and combine, one autograd function each.
-
 
 REMEDY = "experts.hosts 0 keeps the experts inside the workers"
 
@@ -201,7 +198,7 @@ class RemoteExperts(nn.Module):
         Returns:
             (the places in the order in which the rows are sent, the route).
         """
-        route = self.client.route(self.layer, splits)
+        route = self.client.routes[self.layer].route(splits)
         if route.segments is not None:
             order_R = torch.cat([order_R[begin:end] for begin, end in route.segments])
         return order_R, route
@@ -225,7 +222,8 @@ class RemoteExperts(nn.Module):
     def idle(self, width: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Take part in a micro-batch of other workers without rows; returns a scalar zero to call backward on."""
         empty = torch.zeros((0, width), dtype=dtype, device=device)
-        return self.combine(self.dispatch(empty, self.client.idle_route(self.layer))).sum()
+        no_rows = self.client.routes[self.layer].route([0] * self.client.shapes[self.layer].num_experts)
+        return self.combine(self.dispatch(empty, no_rows)).sum()
 
 
 def refuse(client: ExpertClient, layer: int, what: str) -> NoReturn:

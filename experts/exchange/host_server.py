@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from torch import Tensor
 from experts.config import LayerShape
 from experts.exchange.oom_dropout import ActiveWorkers
 from experts.lifecycle.table import ExpertTable
-from experts.member.checkpoint import ExpertFiles, ExpertSnapshot
+from experts.member.checkpoint import ExpertFiles, snapshot
 from experts.member.commit import StepCommit, VoteLayout, sum_shortages
 from experts.member.moves import from_first, gather_layer, take_layer
 from experts.member.shard import ExpertShard, rows_by_rank
 from experts.placement.values import Placement
-from experts.transport import HEADER_SIZE, ROW_OPERATIONS, Channel, Header, Op, PendingExchange, Transport
+from experts.transport import HEADER_SIZE, ROW_OPERATIONS, Channel, Exchange, Header, JointGroup, Op
 from raytrain.config.sections import OptimConfig
 from raytrain.train.device import ProcessSettings
 from raytrain.train.memory.device import Shortage, run_or_shortage
@@ -101,7 +102,7 @@ class HostServer:
     """
 
     def __init__(
-        self, group: Transport, *, host: int, generation: int, placement: Placement, device: torch.device
+        self, group: JointGroup, *, host: int, generation: int, placement: Placement, device: torch.device
     ) -> None:
         self.group, self.host, self.generation = group, host, generation
         self.placement, self.device = placement, device
@@ -111,12 +112,13 @@ class HostServer:
         self._active_workers = ActiveWorkers(group.size - len(group.holders))
         self._commit: StepCommit | None = None
         self._header_size = header_size(placement)
-        self._sends: deque[PendingExchange] = deque()
-        self._operations: dict[Op, Callable[[Header, list[list[int]]], None]] = {
-            Op.SETUP: self._set_up, Op.FILL: self._fill, Op.FORWARD: self._forward, Op.RESERVE: self._forward,
-            Op.RECOMPUTE: self._forward, Op.EVALUATE: self._forward, Op.BACKWARD: self._backward, Op.VOTE: self._vote,
-            Op.DISCARD: self._discard, Op.SAVE: self._save, Op.FETCH: self._fetch,
-            Op.SHORTAGES: self._shortages,
+        self._sends: deque[Exchange] = deque()
+        self._operations: dict[Op, Callable[[Header, list[list[int]]], Any]] = {
+            Op.SETUP: self._set_up, Op.FORWARD: self._forward, Op.RESERVE: self._forward, Op.RECOMPUTE: self._forward,
+            Op.EVALUATE: self._forward, Op.BACKWARD: self._backward, Op.VOTE: self._vote, Op.SAVE: self._save,
+            Op.DISCARD: self._discard, Op.FETCH: self._fetch,
+            Op.FILL: lambda header, _counts: take_layer(self.group, self.shard, header.layer),
+            Op.SHORTAGES: lambda _header, _counts: sum_shortages(self.group, self.shard),
         }  # fmt: skip
 
     @property
@@ -171,9 +173,6 @@ class HostServer:
         self._active_workers.layers = [shape.name for shape in setup.shapes]
         self._commit.shard = setup.build(self.placement, self.host, device=self.device, files=self.files)
 
-    def _fill(self, header: Header, _counts: list[list[int]]) -> None:
-        take_layer(self.group, self.shard, header.layer)
-
     def _forward(self, header: Header, counts: list[list[int]]) -> None:
         sources = self.shard.sources(header.layer, counts)
         rows = self._receive(header, sources)
@@ -195,14 +194,11 @@ class HostServer:
 
     def _discard(self, _header: Header | None = None, _counts: list[list[int]] | None = None) -> None:
         self.shard.discard()
-        self._active_workers.reset()
-
-    def _shortages(self, _header: Header, _counts: list[list[int]]) -> None:
-        sum_shortages(self.group, self.shard)
+        self._active_workers.dropped.clear()
 
     def _save(self, header: Header, _counts: list[list[int]]) -> None:
         assert self.files is not None
-        self.files.begin(ExpertSnapshot.of(self.shard), step=header.step)
+        self.files.begin(snapshot(self.shard), step=header.step)
 
     def _fetch(self, header: Header, _counts: list[list[int]]) -> None:
         shard, layer = self.shard, header.layer

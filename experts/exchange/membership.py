@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from experts.config import LayerShape
-from experts.exchange.rebalancer import Rebalancer, kind_of, measure_speed, recorded_speeds, speeds_by_kind
+from experts.exchange.rebalancer import LoadRebalancer, kind_of, measure_speed, recorded_speeds, speeds_by_kind
 from experts.placement.policy import PlacementRules, starting_placement
 from experts.placement.values import HostSpec, Placement
-from experts.transport import JointGroup, Transport
+from experts.transport import JointGroup
 from raytrain.runs.faults import Death
 from raytrain.train.parallel.collectives import WorkersGroup
 
@@ -50,7 +50,7 @@ class Membership:
     deaths: list[Death] = field(default_factory=list)
     acknowledge_deaths: Callable[[], Any] = lambda: None
     note: str = ""
-    rebalancer: Rebalancer | None = None
+    rebalancer: LoadRebalancer | None = None
     trains: bool = True
 
 
@@ -61,7 +61,7 @@ class Connection(Protocol):
         """End what was started for the workers; called by the driver when they are done."""
         ...
 
-    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Transport, Membership]:
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
         """Join the next generation; blocks until all workers and hosts have.
 
         Raises:
@@ -92,7 +92,7 @@ class ColocatedConnection:
     def close(self) -> None:
         """Nothing was started."""
 
-    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Transport, Membership]:
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
         """Join on the store of torch's default group."""
         generation = next(_GENERATIONS)
         grouped = dist.is_initialized()

@@ -9,13 +9,16 @@ every member that holds experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from experts.member.shard import ExpertShard, rows_by_rank
-from experts.transport import HEADER_SIZE, Channel, Header, Op, PendingExchange, Transport, read_headers
+from experts.transport import HEADER_SIZE, Channel, Exchange, Header, JointGroup, Op, read_headers
+
+if TYPE_CHECKING:
+    from experts.exchange.dispatch import ExpertCall
 
 
 class ActiveWorkers:
@@ -34,62 +37,35 @@ class ActiveWorkers:
         self.dropped: set[int] = set()
 
     def receive(
-        self, group: Transport, rows: Tensor | None, size: int, *, generation: int, version: int
+        self, group: JointGroup, rows: Tensor | None, size: int, *, generation: int, version: int
     ) -> tuple[Header | None, list[list[int]]]:
         """Send this member's headers, if it is a worker, and read those that arrive, if it holds experts.
 
         Args:
-            rows: see `Transport.headers`. size: of a header with its counts, in int64 words.
+            rows: see `JointGroup.headers`. size: of a header with its counts, in int64 words.
 
         Returns:
-            As `read`; (None, []) on a worker that holds no experts.
-        """
-        received = group.headers(rows, size, dropped=self.dropped)
-        return self.read(received, generation=generation, version=version) if received else (None, [])
-
-    def read(self, rows: list[list[int]], *, generation: int, version: int) -> tuple[Header | None, list[list[int]]]:
-        """Return the one header of the active workers (None if none is left), and the counts of every worker.
-
-        Args:
-            rows: received from each worker that has not dropped out before.
+            the one header of the active workers (None if none is left), and the counts of every worker; (None, []) on
+            a worker that holds no experts.
 
         Raises:
             HeaderMismatch: the headers differ, or belong to another generation or placement.
         """
         senders = [worker for worker in range(self.workers) if worker not in self.dropped]
-        active: list[tuple[int, list[int]]] = []
-        for worker, row in zip(senders, rows, strict=True):
-            if Header.op_of(row) == Op.DROP_OUT:
-                self.dropped.add(worker)
-            else:
-                active.append((worker, row))
-        if not active:
-            read_headers(rows, generation=generation, version=version, workers=senders)
+        received = group.headers(rows, size, dropped=self.dropped)
+        if not received:
             return None, []
+        sent = dict(zip(senders, received, strict=True))
+        self.dropped |= {worker for worker, row in sent.items() if Header.op_of(row) == Op.DROP_OUT}
+        active = {worker: row for worker, row in sent.items() if worker not in self.dropped}
+        checked = active or sent
         header = read_headers(
-            [row for _, row in active], generation=generation, version=version,
-            workers=[worker for worker, _ in active], layers=self.layers,
-        )  # fmt: skip
-        counts = [[0] * (len(rows[0]) - HEADER_SIZE) for _ in range(self.workers)]
-        for worker, row in active:
-            counts[worker] = row[HEADER_SIZE:]
-        return header, counts
-
-    def reset(self) -> None:
-        """All workers are active again: the step has ended for everybody."""
-        self.dropped.clear()
-
-
-class UnfinishedExchange(Protocol):
-    """An exchange of rows that other members wait for; `experts.exchange.dispatch.ExpertCall`."""
-
-    def complete_sends(self) -> None:
-        """Send everything that the others wait for."""
-        ...
-
-    def drain(self) -> None:
-        """Receive what is still to arrive, and forget it."""
-        ...
+            list(checked.values()), generation=generation, version=version, workers=list(checked), layers=self.layers
+        )
+        if not active:
+            return None, []
+        nothing = [0] * (size - HEADER_SIZE)
+        return header, [active[one][HEADER_SIZE:] if one in active else nothing for one in range(self.workers)]
 
 
 class OomDropout:
@@ -110,23 +86,26 @@ class OomDropout:
     """
 
     def __init__(
-        self,
-        group: Transport,
-        workers: int,
-        *,
-        send: Callable[[Op], list[list[int]]],
+        self, group: JointGroup, workers: int, *, send: Callable[[Op], list[list[int]]],
         receive: Callable[[], list[list[int]]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._group, self._send, self._receive = group, send, receive
         self.active_workers = ActiveWorkers(workers)
         self.header: Header | None = None
-        self.unfinished: list[UnfinishedExchange] = []
+        self.unfinished: list[ExpertCall] = []
         self._everybody_discards = False
 
     def end_passes(self, shard: ExpertShard | None, *, short: bool) -> None:
         """End this worker's passes of the step; with `short` before their end, for lack of memory."""
         if short:
-            self._drop_out(shard)
+            for call in self.unfinished:
+                call.complete_sends()
+            counts = self._send(Op.DROP_OUT)
+            if shard is not None:
+                self._return_rows(shard, counts)
+            while self.unfinished:
+                self.unfinished[0].drain()
+            self._everybody_discards = True
         elif shard is not None and self._group.size > 1:  # workers that dropped out have returned its rows until now
             self._send(Op.PASSES_DONE)
             self._everybody_discards = bool(self.active_workers.dropped)
@@ -135,25 +114,15 @@ class OomDropout:
         """Forget the drop-outs of the step. Returns whether everybody discards it already, without a DISCARD."""
         discards, self._everybody_discards = self._everybody_discards, False
         self.unfinished.clear()
-        self.active_workers.reset()
+        self.active_workers.dropped.clear()
         return discards
-
-    def _drop_out(self, shard: ExpertShard | None) -> None:
-        for call in self.unfinished:
-            call.complete_sends()
-        counts = self._send(Op.DROP_OUT)
-        if shard is not None:
-            self._return_rows(shard, counts)
-        while self.unfinished:
-            self.unfinished[0].drain()
-        self._everybody_discards = True
 
     def _return_rows(self, shard: ExpertShard, counts: list[list[int]]) -> None:
         """Return the others' rows unchanged until all have finished their passes.
 
         A reply is on its way before the next header is received; all are waited for at the end.
         """
-        group, replies = self._group, list[PendingExchange]()
+        group, replies = self._group, list[Exchange]()
         while self.header is not None and self.header.op is not Op.PASSES_DONE:
             rows = rows_by_rank(shard.sources(self.header.layer, counts), group.size)
             empty = torch.empty((0, self.header.width), dtype=self.header.payload_dtype, device=shard.device)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
-from typing import Protocol
 
 import torch
 
@@ -26,7 +25,6 @@ from raytrain.trainable import Notice
 
 # ---------------------------------------------------------------- speed
 # How fast a holder of experts computes, for the placement that a run starts with.
-
 
 MEASURE_S = 0.25
 """Seconds of one measurement; a holder makes at most two."""
@@ -91,8 +89,6 @@ def recorded_speeds(run_path: str) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------- rebalancer
-# Decides on rank 0 where experts live: keeps the measured load, decides every N steps, and announces placements.
-
 
 #: Intervals that the forecast uses.
 INTERVALS = 4
@@ -102,22 +98,6 @@ FIRST_BYTES_PER_S = 2e8
 SHARE_OF_STEP = 0.3
 #: ... and the bytes that it may always move.
 LEAST_BYTES = 1 << 20
-
-
-class Rebalancer(Protocol):
-    """Decides where experts live; called on rank 0 only."""
-
-    def next_placement(self, step: int) -> Placement | None:
-        """The placement to announce with the vote on `step`, None for none."""
-        ...
-
-    def committed(self, step: int, result: VoteResult, placement: Placement, *, refused: str) -> None:
-        """Called after the vote on a step. `placement` is in force now; `refused`: why the announced one is not."""
-        ...
-
-    def notices(self) -> list[Notice]:
-        """Events since the last call, as (kind, fields)."""
-        ...
 
 
 @dataclass
@@ -175,7 +155,7 @@ class RebalanceProposal:
 
 
 class LoadRebalancer:
-    """Moves experts by their measured load; implements `Rebalancer`.
+    """Moves experts by their measured load; called on rank 0 only.
 
     Args:
         costs: of each expert of each layer.
@@ -196,7 +176,7 @@ class LoadRebalancer:
         self._placement: Placement | None = None
 
     def next_placement(self, step: int) -> Placement | None:
-        """See `Rebalancer`."""
+        """The placement to announce with the vote on `step`, None for none."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._queue_instalments()
@@ -207,7 +187,7 @@ class LoadRebalancer:
         return self._announced[2]
 
     def committed(self, step: int, result: VoteResult, placement: Placement, *, refused: str) -> None:
-        """See `Rebalancer`."""
+        """Called after the vote on a step. `placement` is in force now; `refused`: why the announced one is not."""
         if self._announced is None and self._placement is not None and placement is not self._placement:
             self._queue = []  # a newcomer was placed: what is queued began before it
         self._moving_s += max(result.moving_s, default=0.0)
@@ -223,7 +203,7 @@ class LoadRebalancer:
             self._decide(step, placement)
 
     def notices(self) -> list[Notice]:
-        """See `Rebalancer`."""
+        """Events since the last call, as (kind, fields)."""
         taken, self._notices = self._notices, []
         return taken
 

@@ -13,28 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.config import Key, LayerShape
+from experts.config import LayerShape
 from experts.exchange.host_server import ExpertSetup, header_size
 from experts.exchange.membership import Membership
 from experts.exchange.oom_dropout import OomDropout
-from experts.exchange.rebalancer import Rebalancer
+from experts.exchange.rebalancer import LoadRebalancer
 from experts.lifecycle.controller import Lifecycle
-from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
+from experts.member.checkpoint import ExpertFiles, await_files, snapshot
 from experts.member.commit import StepCommit, VoteLayout, name_holder, name_shortages, sum_shortages
 from experts.member.moves import gather_layer, scatter_layer, to_holders
 from experts.member.shard import ExpertShard
 from experts.placement.policy import costs_of, newcomer_home
 from experts.placement.values import Placement, equal_hosts
-from experts.router import LayerRoutes, Route
-from experts.transport import HEADER_SIZE, Header, Op, Transport, bytes_tensor
+from experts.router import LayerRoutes
+from experts.transport import HEADER_SIZE, Header, JointGroup, Op, bytes_tensor
 from raytrain.config.sections import OptimConfig
 from raytrain.train.device import ProcessSettings
 from raytrain.train.memory.device import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Interleaver
-from raytrain.trainable import GlobalStep, LocalStep, Notice
+from raytrain.trainable import GlobalStep, LocalStep
 
 # ---------------------------------------------------------------- traffic
-# Counts what one worker sends to the hosts and receives from them.
 
 
 class Traffic:
@@ -69,8 +68,6 @@ class Traffic:
 
 
 # ---------------------------------------------------------------- worker
-# The worker's end of the expert exchange: calls every operation of a generation, in the same order on all workers.
-
 
 Weights = list[list[dict[str, Tensor]]]
 """[layer][expert]: weights by name."""
@@ -96,8 +93,8 @@ class ExpertClient:
     """
 
     def __init__(
-        self, group: Transport, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
-        rebalancer: Rebalancer | None = None, lifecycle: Lifecycle | None = None,
+        self, group: JointGroup, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
+        rebalancer: LoadRebalancer | None = None, lifecycle: Lifecycle | None = None,
     ) -> None:  # fmt: skip
         self.group, self.member, self.shapes = group, membership, list(shapes)
         self.layout = VoteLayout.of(self.shapes, holders=len(group.holders), lifecycle=lifecycle is not None)
@@ -154,12 +151,14 @@ class ExpertClient:
             self.shapes, self.optim, self.dtype, self.member.run_path, self._checkpoint or None,
             ProcessSettings.current(), self.member.trains, self._commit.table,
         )  # fmt: skip
-        if self.member.host is None:
-            self._set_up_hosts(setup)
-        else:
-            self._set_up_own(setup, self.member.host)
-
-    def _set_up_hosts(self, setup: ExpertSetup) -> None:
+        if self.member.host is not None:
+            assert self._files is not None
+            shard = setup.build(self.placement, self.member.host, device=self.device, files=self._files)
+            self._commit.shard = shard
+            if setup.checkpoint is None:
+                for layer, expert in shard.held():
+                    shard.set_weights((layer, expert), self._first[layer][expert])
+            return
         payload = bytes_tensor(setup.encode())
         self.send_header(Op.SETUP, width=len(payload))
         to_holders(self.group, [payload] * len(self.group.holders), empty=payload[:0])
@@ -171,13 +170,6 @@ class ExpertClient:
             scatter_layer(self.group, self.routes[layer], first, dtype=self.dtype)
         if not self.member.trains:  # nothing sets these hosts up again, and all experts may be large
             self._first.clear()
-
-    def _set_up_own(self, setup: ExpertSetup, host: int) -> None:
-        assert self._files is not None
-        self._commit.shard = shard = setup.build(self.placement, host, device=self.device, files=self._files)
-        if setup.checkpoint is None:
-            for layer, expert in shard.held():
-                shard.set_weights((layer, expert), self._first[layer][expert])
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the model's author, which must not read the experts' weights: this process has none."""
@@ -195,14 +187,6 @@ class ExpertClient:
         return watched
 
     # -- passes ---------------------------------------------------------------------------------------------
-
-    def route(self, layer: int, counts: list[int]) -> Route:
-        """Divide one micro-batch's rows over the holders; `counts` (E,) are the rows of each expert."""
-        return self.routes[layer].route(counts)
-
-    def idle_route(self, layer: int) -> Route:
-        """The route of no rows, for a micro-batch that only other workers have."""
-        return self.routes[layer].route([0] * self.shapes[layer].num_experts)
 
     def begin_forward(self, layer: int, *, op: Op) -> int:
         """Count a forward through a layer; returns the number of its micro-batch in this step."""
@@ -250,11 +234,15 @@ class ExpertClient:
         self.steps = local.step
         if self.rebalancer is not None:
             self.rebalancer.committed(local.step, result, self.placement, refused=self._commit.refused)
-        counts, device = local.counts, local.sum_of_squares.device
-        counts = None if counts is None else result.counts.to(device)
+        colocated, device = self.shard is not None, local.sum_of_squares.device
+        homes = [(key, name_holder(self.placement.home_of(*key), colocated=colocated)) for key in result.nonfinite]
         return GlobalStep(
-            norm=result.norm.to(device), skip=result.skip.to(device), counts=counts,
-            nonfinite=self._named(result.nonfinite),
+            norm=result.norm.to(device), skip=result.skip.to(device),
+            counts=None if local.counts is None else result.counts.to(device),
+            nonfinite=tuple(
+                f"expert {expert} of layer {layer} on {home.removeprefix('the experts of ')}"
+                for (layer, expert), home in homes
+            ),
         )  # fmt: skip
 
     def _announce(self, step: int) -> bytes | None:
@@ -284,7 +272,7 @@ class ExpertClient:
                 host = where(placement, change.layer, change.slot)
                 if host != placement.home_of(change.layer, change.slot):
                     homes[f"{change.layer}.{change.slot}"] = host
-                    placement = placement.with_home(change.layer, change.slot, host)
+                    placement = placement.with_copies(change.layer, change.slot, (host,))
         return {
             "changes": [change.to_json() for change in lifecycle.pending], "homes": homes,
             "table": lifecycle.next_table(step).hash(),
@@ -301,19 +289,6 @@ class ExpertClient:
             self.layout.put(vector, trunk=squares, inverse_scale=inverse_scale, lr=local.lr)
         if routed:
             vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
-
-    def _named(self, experts: list[Key]) -> tuple[str, ...]:
-        """Names of experts with their holders."""
-        colocated = self.shard is not None
-        return tuple(
-            f"expert {expert} of layer {layer} on "
-            + name_holder(self.placement.home_of(layer, expert), colocated=colocated).removeprefix("the experts of ")
-            for layer, expert in experts
-        )
-
-    def notices(self) -> list[Notice]:
-        """Events of rank 0's rebalancer since the last call."""
-        return [] if self.rebalancer is None else self.rebalancer.notices()
 
     def discard(self) -> None:
         """Forget the gradients and passes of a step that is not committed, on all members."""
@@ -336,7 +311,7 @@ class ExpertClient:
         self._ensure_ready()
         self.send_header(Op.SAVE, step=step)
         if self.shard is not None and self._files is not None:
-            self._files.begin(ExpertSnapshot.of(self.shard), step=step)
+            self._files.begin(snapshot(self.shard), step=step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
         """Wait for the files that the holders write, see `await_files`; called by rank 0's writer."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from experts.config import LayerShape
 from experts.exchange.rebalancer import speeds_by_kind
@@ -36,11 +37,6 @@ LOOPBACK = "127.0.0.1"
 PING_EVERY_S = 5.0
 SAY_SILENT_S = 15.0
 """A host that has not answered for this long is reported, before it is ended."""
-
-
-def _node_id(_host: Any) -> str:
-    """Host: the id of its node."""
-    return ray.get_runtime_context().get_node_id()
 
 
 class ExpertDirectory:
@@ -124,11 +120,10 @@ class ExpertDirectory:
 
     def _start_host(self, index: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
-        if self._group is None:  # a Ray of this machine, which a program may have started with several nodes
-            options["scheduling_strategy"] = "SPREAD"
-        else:
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        options["scheduling_strategy"] = (
+            "SPREAD"  # a Ray of this machine, which may have been started with several nodes
+        )
+        if self._group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=self._first_bundle + index
             )
@@ -149,7 +144,7 @@ class ExpertDirectory:
         place = self._places[index]
         try:
             about: Any = ray.get(host.ready.remote())
-            about["node_id"] = ray.get(host.__ray_call__.remote(_node_id))
+            about["node_id"] = ray.get(host.__ray_call__.remote(lambda _host: ray.get_runtime_context().get_node_id()))
             with self._lock:
                 place.about, place.tries = about, 0
                 self._lock.notify_all()

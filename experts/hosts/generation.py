@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
@@ -33,8 +34,6 @@ from raytrain.runs.faults import Death
 from raytrain.train.parallel.collectives import WorkersGroup
 
 # ---------------------------------------------------------------- generation
-# A generation on one member: rendezvous with the others, and notification of the end.
-
 
 HOSTS_WAIT_LONGER_S = 10.0
 """Hosts wait this much longer than the workers, so that a failed rendezvous ends with the workers' reason."""
@@ -129,18 +128,9 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
         if not spec.through_host:
             _refuse_shared_gpus(places, spec)
         return JointGroup(
-            store,
-            name=name,
-            rank=rank,
-            size=size,
-            workers=spec.workers,
-            holders=list(range(spec.workers, size)),
-            device=device,
-            through_host=spec.through_host,
-            interface=spec.interface,
-            watched=True,
-            lost=lost,
-        )
+            store, name=name, rank=rank, size=size, workers=spec.workers, holders=list(range(spec.workers, size)),
+            device=device, through_host=spec.through_host, interface=spec.interface, watched=True, lost=lost,
+        )  # fmt: skip
     except RuntimeError as error:  # from torch; our own errors are no RuntimeErrors
         reason = lost()
         if reason is not None:
@@ -228,15 +218,14 @@ def join_as_worker(
     """
     watch = GenerationWatch(wait)
     group = open_group(spec, rank=rank, lost=watch.reason)
-    watch.abort_at_end(group)
+    watch.abort_at_end(group.groups, group.mark)
     if spec.workers == 1:
         return group, None, watch.reason
     try:
         payload, flags = _workers_groups(spec, rank=rank, device=group.device, lost=watch.reason)
     except RuntimeError as error:  # all workers were connected just before, so one of them has died
         raise StateLost(watch.reason() or f"the workers could not connect: {first_line(error)}") from error
-    for one in {id(one): one for one in (payload, flags)}.values():
-        watch.abort_at_end(PlainGroup(one))
+    watch.abort_at_end([flags] if payload is flags else [payload, flags])  # `Workers` translates their errors
     return group, WorkersGroup(payload, flags, watch.reason), watch.reason
 
 
@@ -254,29 +243,6 @@ def _workers_groups(spec: GenerationSpec, *, rank: int, device: torch.device, lo
     return payload, flags
 
 
-class Abortable(Protocol):
-    """Process groups that end with a generation, such as a `JointGroup`."""
-
-    @property
-    def groups(self) -> list[Any]:
-        """The process groups of torch."""
-        ...
-
-    def mark(self, reason: str) -> None:
-        """Have every later call raise the reason."""
-        ...
-
-
-class PlainGroup:
-    """A process group of torch; implements `Abortable`."""
-
-    def __init__(self, group: Any) -> None:
-        self.groups = [group]
-
-    def mark(self, reason: str) -> None:
-        """Its calls raise torch's errors, which `Workers` translates."""
-
-
 class GenerationWatch:
     """A member's thread that waits for the end of the generation and then aborts all its groups here.
 
@@ -287,7 +253,8 @@ class GenerationWatch:
     def __init__(self, wait: Callable[[], str]) -> None:
         self._wait = wait
         self._lock = threading.Lock()
-        self._groups: list[Abortable] = []
+        self._groups: list[Any] = []
+        self._marks: list[Callable[[str], None]] = []
         self._reason: str | None = None
         threading.Thread(target=self._watch, daemon=True, name="generation-watch").start()
 
@@ -295,30 +262,30 @@ class GenerationWatch:
         """Why the generation is over; None while it lives."""
         return self._reason
 
-    def abort_at_end(self, group: Abortable) -> None:
-        """Abort this group at the end, at once if the generation is already over."""
+    def abort_at_end(self, groups: Sequence[Any], *marks: Callable[[str], None]) -> None:
+        """At the end, at once if the generation is already over, give each mark the reason and abort these groups."""
         with self._lock:
-            self._groups.append(group)
+            self._groups += groups
+            self._marks += marks
             reason = self._reason
         if reason is not None:
-            _abort([group], reason)
+            _abort(groups, marks, reason)
 
     def _watch(self) -> None:
         reason = self._wait()
         with self._lock:
-            self._reason, groups = reason, list(self._groups)
-        _abort(groups, reason)
+            self._reason = reason
+        _abort(self._groups, self._marks, reason)
 
 
-def _abort(groups: Sequence[Abortable], reason: str) -> None:
+def _abort(groups: Sequence[Any], marks: Sequence[Callable[[str], None]], reason: str) -> None:
     """End all of them together: no group has to wait until another has ended."""
-    for group in groups:
-        group.mark(reason)
-    abort_groups([own for group in groups for own in group.groups])
+    for mark in marks:
+        mark(reason)
+    abort_groups(groups)
 
 
 # ---------------------------------------------------------------- connection
-# How a worker reaches the expert directory, joins a generation, and learns of its end.
 
 
 @dataclass(frozen=True)
@@ -361,31 +328,18 @@ def join_directory(
     if rank == 0:
         directory.keep_spare.remote()
     return group, Membership(
-        generation=spec.number,
-        rank=rank,
-        workers=workers,
-        placement=spec.placement,
-        run_path=run_path,
-        workers_group=workers_group,
-        lost=lost,
-        deaths=spec.deaths,
+        generation=spec.number, rank=rank, workers=workers, placement=spec.placement, run_path=run_path,
+        workers_group=workers_group, lost=lost, deaths=spec.deaths, note=spec.note, hosts=spec.specs,
         acknowledge_deaths=lambda: directory.acknowledge_deaths.remote(spec.num_deaths),
-        note=spec.note,
-        hosts=spec.specs,
-        switched=lambda placement: directory.switched.remote(spec.number, placement),
-        trains=rules.trains,
-    )
+        switched=lambda placement: directory.switched.remote(spec.number, placement), trains=rules.trains,
+    )  # fmt: skip
 
 
-_GANG: list[int] = []
-
-
+@cache
 def gang_number() -> int:
     """A random number that all workers started together share for the life of their processes; rank 0 draws it."""
-    if not _GANG:
-        drawn = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
-        if dist.is_initialized():
-            drawn = drawn.to("cuda") if dist.get_backend() == "nccl" else drawn
-            dist.broadcast(drawn, src=0)
-        _GANG.append(int(drawn.item()))
-    return _GANG[0]
+    drawn = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+    if dist.is_initialized():
+        drawn = drawn.to("cuda") if dist.get_backend() == "nccl" else drawn
+        dist.broadcast(drawn, src=0)
+    return int(drawn.item())

@@ -15,12 +15,14 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
 
 from cluster.ray_runtime import on_this_node
 from experts.config import LayerShape
 from experts.exchange.membership import ColocatedConnection, Connection, Membership
+from experts.exchange.rebalancer import recorded_speeds
 from experts.hosts.directory import ExpertDirectory
-from experts.hosts.generation import join_directory
+from experts.hosts.generation import HostConnection, join_directory
 from experts.hosts.host import ProcessLimits
 from experts.placement.policy import PlacementRules
 from raytrain.config.sections import RetryConfig
@@ -35,7 +37,6 @@ from raytrain.runs.records import event
 
 # ---------------------------------------------------------------- reservation
 # Reserves a cluster for a run with expert hosts: hosts and workers together, one run at a time.
-
 
 #: Name of the actor that stands for the turn; Ray lets one process create it, and ends it with that process's driver.
 TURN, NAMESPACE = "reservation-turn", "raytrain"
@@ -132,16 +133,12 @@ class Reservation:
 
     def close(self) -> None:
         """Give the places back."""
-        from ray.util.placement_group import remove_placement_group
-
         self.end_turn()
         remove_placement_group(self.group)
 
 
 def _reserve(request: Request, *, begin: Begin) -> Any:
     """The hosts' placement group, once there is room for the workers too; Ray Train reserves that room itself."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
     begin("waiting for room in the cluster", missing=lambda: missing(request.needs, free_by_node()))
     while True:
         hosts = placement_group(request.hosts, strategy="SPREAD")
@@ -170,8 +167,6 @@ def _both(hosts: Any, workers: Any) -> bool:
 
 
 # ---------------------------------------------------------------- reserve
-# Starts the expert hosts of a run on the driver: reserves their places before the workers', and records them.
-
 
 #: Seconds between two questions to the directory.
 ASK_EVERY_S = 2.0
@@ -209,9 +204,6 @@ class HostsOfRun:
 
     def changes(self) -> list[str]:
         """Lines about hosts that do not respond, or do again; never waits for an answer."""
-        import ray
-        import ray.exceptions
-
         now = time.monotonic()
         if self._directory is None or now - self._asked_at < ASK_EVERY_S:
             return []
@@ -240,7 +232,7 @@ def start_hosts(
     plan: Plan, run: RunFolder, *, local: bool, interface: str | None, retry: RetryConfig, begin: Begin,
     limits: ProcessLimits | None = None, telemetry: HostTelemetry | None = None,
 ) -> HostsOfRun:  # fmt: skip
-    """Start the owners of the experts, before the workers take the machines.
+    """Start the owners of the experts, before the workers take the machines; the directory starts the hosts meanwhile.
 
     Args:
         local: the cluster is this machine alone, and all connections stay on loopback.
@@ -248,7 +240,6 @@ def start_hosts(
         begin: called with what is awaited while the cluster has no room.
         limits: of each host's process; None for none.
         telemetry: of the nodes that only hosts are on; None for none.
-
     """
     hosts = _value(plan.hosts)
     if hosts in ("none", 0):
@@ -259,44 +250,14 @@ def start_hosts(
         return HostsOfRun(ColocatedConnection(run.path, interface, device, dtype, through_host=shared))
     reservation = None if local else Reservation(request_of(plan, run.path), begin=begin)
     begin("starting the expert hosts")
-    return _start(
-        plan, run, local=local, interface=interface, retry=retry, reservation=reservation, limits=limits,
-        telemetry=telemetry,
-    )  # fmt: skip
-
-
-def _start(
-    plan: Plan,
-    run: RunFolder,
-    *,
-    local: bool,
-    interface: str | None,
-    retry: RetryConfig,
-    reservation: Reservation | None,
-    limits: ProcessLimits | None,
-    telemetry: HostTelemetry | None,
-) -> HostsOfRun:
-    """Have the directory start the hosts while the workers start."""
-    import ray
-    import ray.exceptions
-
-    from cluster.ray_runtime import on_this_node
-    from experts.exchange.rebalancer import recorded_speeds
-    from experts.hosts.directory import ExpertDirectory
-    from experts.hosts.generation import HostConnection
-
-    number, on_gpu = len(kinds_of_hosts(_value(plan.hosts))), _value(plan.device) == "cuda"
+    number, on_gpu = len(kinds_of_hosts(hosts)), _value(plan.device) == "cuda"
     threads = int(_value(plan.threads) or 1)
-    concurrency = 2 * int(_value(plan.workers)) + 4 * number + 8
-    options = {"num_cpus": 0, "max_concurrency": concurrency, "scheduling_strategy": on_this_node()}
-    actor: Any = ray.remote(ExpertDirectory)
-    directory = actor.options(**options).remote(
-        hosts=number, threads=threads, gpus=plan.gpu_share if on_gpu else 0, loopback=local, interface=interface,
-        group=None if reservation is None else reservation.group, host_wait_s=retry.host_wait_s,
-        host_silence_s=retry.host_silence_s, dtype=str(plan.precision.candidates[0]), speeds=recorded_speeds(run.path),
-        limits=limits, telemetry=telemetry,
+    directory = _start_directory(
+        2 * int(_value(plan.workers)) + 4 * number + 8, hosts=number, threads=threads,
+        gpus=plan.gpu_share if on_gpu else 0, loopback=local, interface=interface, retry=retry,
+        group=None if reservation is None else reservation.group, dtype=str(plan.precision.candidates[0]),
+        speeds=recorded_speeds(run.path), limits=limits, telemetry=telemetry,
     )  # fmt: skip
-    directory.start.remote()
     began = time.perf_counter()
 
     def record() -> None:
@@ -309,6 +270,16 @@ def _start(
     threading.Thread(target=record, daemon=True, name="expert-hosts").start()
     connection = HostConnection(directory=directory, run_path=run.path)
     return HostsOfRun(connection, directory=directory, reservation=reservation)
+
+
+def _start_directory(concurrency: int, *, retry: RetryConfig, **named: Any) -> Any:
+    """Start a directory on this node, and have it start its hosts; arguments as `ExpertDirectory`."""
+    options = {"num_cpus": 0, "max_concurrency": concurrency, "scheduling_strategy": on_this_node()}
+    actor: Any = ray.remote(ExpertDirectory)
+    limits = {"host_wait_s": retry.host_wait_s, "host_silence_s": retry.host_silence_s}
+    directory = actor.options(**options).remote(**named, **limits)
+    directory.start.remote()
+    return directory
 
 
 def _value(choice: Any) -> Any:
@@ -339,8 +310,7 @@ def _bundle(kind: str | None, *, gpu: float, threads: int) -> Bundle:
     return {"GPU": gpu} if kind is None else {"GPU": gpu, f"accelerator_type:{kind}": TYPE_SHARE}
 
 
-# ---------------------------------------------------------------- replica
-# Experts of one inference worker: hosts of its own, which its process starts, and which end with it.
+# ---------------------------------------------------------------- inference
 
 
 @dataclass(frozen=True)
@@ -392,21 +362,12 @@ class ReplicaConnection:
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Any, Membership]:
         """See `Connection`; nothing is trained, and experts stay where they are."""
-        self._directory = self._directory or self._start()
+        if self._directory is None:
+            about = self._about
+            self._directory = _start_directory(
+                4 * about.hosts + 10, hosts=about.hosts, threads=about.threads, gpus=about.gpus,
+                loopback=about.loopback, interface=about.interface, group=get_current_placement_group(),
+                first_bundle=1, retry=about.retry, dtype=about.dtype, limits=about.limits,
+            )  # fmt: skip
         rules = replace(rules, every=None, trains=False)
         return join_directory(self._directory, shapes, rules, rank=0, workers=1, run_path=self._about.folder)
-
-    def _start(self) -> Any:
-        from ray.util.placement_group import get_current_placement_group
-
-        about = self._about
-        options = {"num_cpus": 0, "max_concurrency": 4 * about.hosts + 10, "scheduling_strategy": on_this_node()}
-        actor: Any = ray.remote(ExpertDirectory)
-        directory = actor.options(**options).remote(
-            hosts=about.hosts, threads=about.threads, gpus=about.gpus, loopback=about.loopback,
-            interface=about.interface, group=get_current_placement_group(), first_bundle=1,
-            host_wait_s=about.retry.host_wait_s, host_silence_s=about.retry.host_silence_s, dtype=about.dtype,
-            limits=about.limits,
-        )  # fmt: skip
-        directory.start.remote()
-        return directory

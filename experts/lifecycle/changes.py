@@ -7,53 +7,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from experts.config import Key
 from experts.expert_state import Optimizers, State, load_row, load_state, row_of, state_of
-from experts.grouped import GroupedExperts, UnevenExperts
+from experts.grouped import GroupedExperts
 from experts.lifecycle.table import Change, ExpertTable
 from experts.router import TopKRouter
 
+Slot = Callable[[Key], tuple[GroupedExperts, int]]
+"""(layer, slot) -> the stack that holds it here, and its place in that."""
 NOISE = 0.1
 """Of a newcomer's weights, over the root mean square of its parent's: their cosine is 0.995."""
-
-
-class ExpertStates(Protocol):
-    """Holds experts: a shard, or a worker with all of them. Keys are (layer, slot)."""
-
-    def state_of(self, key: Key) -> dict[str, Tensor]:
-        """Weights and optimizer state of an expert held here; mostly views."""
-        ...
-
-    def load_state(self, key: Key, state: State) -> None:
-        """The inverse of `state_of`."""
-        ...
-
-
-class LocalExperts:
-    """All experts of a model, in this process; implements `ExpertStates`."""
-
-    def __init__(self, layers: Sequence[nn.Module], optimizers: Optimizers) -> None:
-        self._layers, self._optimizers = layers, optimizers
-
-    def _slot(self, key: Key) -> tuple[GroupedExperts, int]:
-        layer = self._layers[key[0]]
-        assert isinstance(layer, GroupedExperts | UnevenExperts)
-        return layer.slot(key[1])
-
-    def state_of(self, key: Key) -> dict[str, Tensor]:
-        """See `ExpertStates`."""
-        return state_of(*self._slot(key), self._optimizers)
-
-    def load_state(self, key: Key, state: State) -> None:
-        """See `ExpertStates`."""
-        load_state(*self._slot(key), self._optimizers, state)
 
 
 # ---------------------------------------------------------------- states
@@ -118,8 +86,8 @@ def needed_states(changes: Iterable[Change], table: ExpertTable) -> list[NeededS
 
 
 def change_experts(
-    states: ExpertStates, changes: Sequence[Change], table: ExpertTable, *, step: int, held: Callable[[Key], bool],
-    fetched: Mapping[NeededState, State],
+    slot: Slot, optimizers: Optimizers, changes: Sequence[Change], table: ExpertTable, *, step: int,
+    held: Callable[[Key], bool] = lambda _key: True, fetched: Mapping[NeededState, State] | None = None,
 ) -> None:  # fmt: skip
     """Carry out changes in the experts held here; `table` is that of before them.
 
@@ -129,7 +97,13 @@ def change_experts(
     """
 
     def read(source: Key, target: Key) -> State:
-        return states.state_of(source) if held(source) else fetched[NeededState(source, target)]
+        if held(source):
+            return state_of(*slot(source), optimizers)
+        assert fetched is not None
+        return fetched[NeededState(source, target)]
+
+    def write(target: Key, state: State) -> None:
+        load_state(*slot(target), optimizers, state)
 
     for change in changes:
         layer = change.layer
@@ -139,13 +113,13 @@ def change_experts(
             target = (layer, change.slot)
             if held(target):
                 generator = noise_of(table, change, step=step, part="expert")
-                states.load_state(target, newborn(read(slots[0], target), generator))
+                write(target, newborn(read(slots[0], target), generator))
         elif change.kind == "merge":
             kept, gone = slots
             if held(kept):
-                states.load_state(kept, merged(states.state_of(kept), read(gone, kept), share=change.share))
+                write(kept, merged(read(kept, kept), read(gone, kept), share=change.share))
         if change.kind in ("merge", "prune") and held(slots[-1]):
-            states.load_state(slots[-1], emptied(states.state_of(slots[-1])))
+            write(slots[-1], emptied(read(slots[-1], slots[-1])))
         table = table.after([change], step=step)
 
 
@@ -183,46 +157,39 @@ def change_router(router: TopKRouter, optimizers: Optimizers, change: Change, ta
 # ---------------------------------------------------------------- learning rates
 
 
-@dataclass
-class LearningRates:
-    """Scales the optimizer's steps of single experts: of each, w becomes w + factor x (its step), whatever the step.
+def scale_steps(targets: Callable[[], list[tuple[nn.Parameter, int, float]]], optimizers: Optimizers) -> None:
+    """From now on scale the steps of these optimizers in single experts: of each, w becomes w + factor x (its step).
 
-    Attributes:
+    Args:
         targets: (parameter, place, factor) of each expert whose factor is not 1.
     """
+    for optimizer in optimizers:
+        kept: list[tuple[Tensor, Tensor, float]] = []
 
-    targets: Callable[[], list[tuple[nn.Parameter, int, float]]]
+        def keep(optimizer: torch.optim.Optimizer, *_: Any, kept: list[tuple[Tensor, Tensor, float]] = kept) -> None:
+            wanted = targets()
+            if wanted:
+                mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+                rows = ((one.detach()[place], factor) for one, place, factor in wanted if id(one) in mine)
+                kept[:] = [(row, row.clone(), factor) for row, factor in rows]
 
-    def attach(self, optimizers: Optimizers) -> None:
-        """Scale the steps of these optimizers from now on."""
-        for optimizer in optimizers:
-            kept: list[tuple[Tensor, Tensor, float]] = []
-            optimizer.register_step_pre_hook(partial(self._before, kept))
-            optimizer.register_step_post_hook(partial(self._after, kept))
+        def scale(*_: Any, kept: list[tuple[Tensor, Tensor, float]] = kept) -> None:
+            for row, before, factor in kept:
+                row.copy_(torch.lerp(before, row, factor))
+            kept.clear()
 
-    def _before(self, kept: list[tuple[Tensor, Tensor, float]], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        targets = self.targets()
-        if targets:
-            mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-            rows = (
-                (parameter.detach()[place], factor) for parameter, place, factor in targets if id(parameter) in mine
-            )
-            kept[:] = [(row, row.clone(), factor) for row, factor in rows]
-
-    def _after(self, kept: list[tuple[Tensor, Tensor, float]], *_: Any) -> None:
-        for row, before, factor in kept:
-            row.copy_(torch.lerp(before, row, factor))
-        kept.clear()
+        optimizer.register_step_pre_hook(keep)
+        optimizer.register_step_post_hook(scale)
 
 
 def scaled_experts(
-    layers: Sequence[Callable[[int], tuple[GroupedExperts, int]]], table: ExpertTable, held: Callable[[Key], bool],
-) -> list[tuple[nn.Parameter, int, float]]:  # fmt: skip
-    """The targets of `LearningRates` among the experts held here; `layers[l](slot)` is (stack, place)."""
+    slot: Slot, table: ExpertTable, held: Callable[[Key], bool] = lambda _key: True
+) -> list[tuple[nn.Parameter, int, float]]:
+    """The targets of `scale_steps` among the experts held here."""
     found = []
     for layer, rows in enumerate(table.layers):
         for row in rows:
             if row.rate != 1.0 and held((layer, row.slot)):
-                stack, place = layers[layer](row.slot)
+                stack, place = slot((layer, row.slot))
                 found += [(getattr(stack, name), place, row.rate) for name in stack.names]
     return found

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.config import ExpertsConfig
+from experts.config import ExpertsConfig, Key
 from experts.grouped import GroupedExperts, UnevenExperts
-from experts.lifecycle.changes import LearningRates, LocalExperts, change_experts, change_router, scaled_experts
+from experts.lifecycle.changes import change_experts, change_router, scale_steps, scaled_experts
 from experts.lifecycle.policy import LayerStatistics, decide
 from experts.lifecycle.table import Change, ExpertTable, TableMismatch
 from experts.router import UNCERTAINTY_UNIT, LoadTracker
@@ -45,7 +45,6 @@ class Lifecycle:
         table: agreed by everybody.
         pending: decided, and done at the end of the next step.
         local: whether all experts are in this process; otherwise their holders change them (`StepCommit`).
-        similarity: of each layer, of the experts that were compared since the last decision.
         threshold: of births, instead of the section's.
         sleep: called after each step, `sleep(step)`, returns changes that it wants; None never.
     """
@@ -59,7 +58,6 @@ class Lifecycle:
         )  # fmt: skip
         self.pending: list[Change] = []
         self.local = True
-        self.similarity: list[dict[tuple[int, int], float]] = [{} for _ in range(number)]
         self.threshold: float | None = None
         self.sleep: Callable[[int], Sequence[Change]] | None = None
         self.took: Callable[[Sequence[Change]], None] | None = None
@@ -86,7 +84,7 @@ class Lifecycle:
         self._check_open()
         self._optimizers = optimizers
         if self.local:
-            LearningRates(self._scaled).attach(optimizers)
+            scale_steps(lambda: scaled_experts(self.slot, self.table), optimizers)
 
     def _check_open(self) -> None:
         """Weights have no table of experts; with one of a new model a birth would overwrite experts that are alive."""
@@ -101,21 +99,18 @@ class Lifecycle:
                     remedy="go on with the run that they are of (--resume), or name one whose experts did not change",
                 )  # fmt: skip
 
-    def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
-        return scaled_experts([layer.slot for layer in self.experts], self.table, lambda _key: True)
+    def slot(self, key: Key) -> tuple[GroupedExperts, int]:
+        """(the stack that holds a slot in this process, its place in that)."""
+        return self.experts[key[0]].slot(key[1])
 
     def counts(self) -> Tensor:
         """This worker's counts since the last commit, see `extra_counts`; int64."""
         counts = self.loads.pending()
         doubt = torch.stack([router.pending_counts[-1] for router in self.loads.routers])
-        return torch.cat([counts, doubt, self._hash_on(counts.device)])
-
-    def _hash_on(self, device: torch.device) -> Tensor:
-        """(1, the hash of the table after the pending changes)."""
         own = self.next_table(self.loads.step + 1).hash()
         if self._vote is None or self._vote[0] != own:  # copied to the device after a change only
-            self._vote = own, torch.tensor([1, own], dtype=torch.int64, device=device)
-        return self._vote[1]
+            self._vote = own, torch.tensor([1, own], dtype=torch.int64, device=counts.device)
+        return torch.cat([counts, doubt, self._vote[1]])
 
     def next_table(self, step: int) -> ExpertTable:
         """The table after the pending changes, done at the end of `step`."""
@@ -135,10 +130,18 @@ class Lifecycle:
             done = counts[:-2].double() * ~torch.as_tensor(agreed.skip, device=counts.device)
             self.window = self.window.to(done.device) + done
             if self.pending:
-                self._change(step, *counts[-2:].tolist())
+                workers, total = counts[-2:].tolist()
+                if total != workers * self.next_table(step).hash():
+                    raise TableMismatch(
+                        f"step {step}: the tables of experts of {workers} workers differ after {self.pending}"
+                    )
+                self.carry_out(step)
         wanted = [] if self.sleep is None else self.sleep(step)
         if step % self.cycle.every == 0:
-            wanted = [*wanted, *self._decide(step)]
+            statistics = self.close_interval(step)
+            table, least = self.next_table(step + 1), self.config.least_living
+            decided = decide(statistics, table, self.cycle, step=step, least=least, threshold=self.threshold)
+            wanted = [*wanted, *decided]
         self.request(wanted)
 
     def request(self, changes: Sequence[Change]) -> None:
@@ -152,13 +155,6 @@ class Lifecycle:
             raise ValueError(f"an expert takes part in two changes of one step: {[*self.pending, *changes]}")
         self.table.after([*self.pending, *changes], step=self.loads.step + 1)
         self.pending += changes
-
-    def _decide(self, step: int) -> list[Change]:
-        statistics = self.close_interval(step)
-        return decide(
-            statistics, self.next_table(step + 1), self.cycle, step=step, least=self.config.least_living,
-            threshold=self.threshold,
-        )  # fmt: skip
 
     def close_interval(self, step: int) -> list[LayerStatistics]:
         """Count the uses of the interval that ends with `step`, and begin another; one read from the device."""
@@ -175,21 +171,12 @@ class Lifecycle:
                 first = self._first[layer]
                 self._first[layer] = uncertainty if first is None else first
                 self._lowest[layer] = min(self._lowest[layer], uncertainty)
+            first = self._first[layer]
             statistics.append(
-                LayerStatistics(
-                    tuple(own), uncertainty, 1.0 if self._first[layer] is None else self._first[layer] or 0.0,
-                    self._lowest[layer], self.similarity[layer],
-                )
-            )  # fmt: skip
-        self.similarity = [{} for _ in statistics]
+                LayerStatistics(tuple(own), uncertainty, 1.0 if first is None else first, self._lowest[layer])
+            )
         self.table = self.table.count_uses(rows, step=step, least_share=self.cycle.prune.least_share)
         return statistics
-
-    def _change(self, step: int, workers: int, total: int) -> None:
-        """Do the pending changes, if all workers have the same."""
-        if total != workers * self.next_table(step).hash():
-            raise TableMismatch(f"step {step}: the tables of experts of {workers} workers differ after {self.pending}")
-        self.carry_out(step)
 
     @torch.no_grad()
     def carry_out(self, step: int) -> None:
@@ -198,8 +185,7 @@ class Lifecycle:
         if not changes:
             return
         if self.local:
-            experts = LocalExperts(self.experts, self._optimizers)
-            change_experts(experts, changes, self.table, step=step, held=lambda _key: True, fetched={})
+            change_experts(self.slot, self._optimizers, changes, self.table, step=step)
         before = self.table
         for change in changes:
             table = before.after([change], step=step)

@@ -14,6 +14,7 @@ An edge that no cycle renews fades and goes. Concepts are clusters of replayed r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -148,7 +149,7 @@ class ExpertGraph:
             self.concepts.add_node((layer, number), layer=layer, rows=share, centre=centre, experts=own)
         while len(top) > 1:
             pairs = [(one, other) for place, one in enumerate(top) for other in top[place + 1 :]]
-            one, other = min(pairs, key=lambda pair: _distance(known[pair[0]][0], known[pair[1]][0]))
+            one, other = min(pairs, key=lambda pair: math.dist(known[pair[0]][0], known[pair[1]][0]))
             merged, number = _wider(known[one], known[other]), len(known)
             known[number] = merged
             self.concepts.add_node((layer, number), layer=layer, rows=merged[1], centre=merged[0], experts=merged[2])
@@ -210,23 +211,15 @@ class ExpertGraph:
     def from_json(cls, value: Mapping[str, Any]) -> ExpertGraph:
         """The inverse of `to_json`, also after a journey through a file."""
         graph = cls()
-        experts, concepts = (nx.node_link_graph(value[part], edges="edges") for part in ("experts", "concepts"))
-        graph.experts, graph.concepts = _with_tuples(experts), _with_tuples(concepts)
+        read = (nx.node_link_graph(value[part], edges="edges") for part in ("experts", "concepts"))
+        # nodes that JSON has turned into lists, as tuples again
+        graph.experts, graph.concepts = (nx.relabel_nodes(one, {node: tuple(node) for node in one}) for one in read)
         for *_, edge in graph.experts.edges(keys=True, data=True):
             if "parent" in edge:
                 edge["parent"] = tuple(edge["parent"])
         for _, concept in graph.concepts.nodes(data=True):
             concept["experts"] = {int(expert): share for expert, share in concept["experts"].items()}
         return graph
-
-
-def _with_tuples(graph: Any) -> Any:
-    """Nodes that JSON has turned into lists, as tuples again."""
-    return nx.relabel_nodes(graph, {node: tuple(node) for node in graph})
-
-
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
 
 
 def _wider(

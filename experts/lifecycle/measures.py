@@ -89,8 +89,3 @@ def specialisation(chosen_T: Tensor, group_T: Tensor, experts: int) -> Tensor:
     ratio = torch.where(own > 0, own / overall.clamp(min=1e-300), 1.0)
     most = -torch.log(overall[overall > 0].amin()) if groups > 1 else torch.tensor(1.0, dtype=torch.float64)
     return ((own * ratio.log()).sum(1) / most.clamp(min=1e-12)).clamp(0, 1)
-
-
-def learning_rates(specialisation_E: Tensor) -> list[float]:
-    """The factor of each expert's learning rate: a specialist, which has found its rows, changes at half the rate."""
-    return [1.0 - 0.5 * float(one) for one in specialisation_E]

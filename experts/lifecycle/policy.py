@@ -1,9 +1,12 @@
-"""Decides which experts are born, merge and are pruned: a pure function of routing statistics, table and config."""
+"""Decides which experts are born and pruned: a pure function of routing statistics, table and config.
+
+Which ones merge is for the sleep cycle to say: it compares their outputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from experts.config import LifecycleConfig
 from experts.lifecycle.table import Change, ExpertTable
@@ -23,14 +26,12 @@ class LayerStatistics:
         uncertainty: mean entropy of the router's choice over that of an even choice among the living experts, 0 to 1,
             so that it does not depend on their number. None where there were no rows.
         first, lowest: uncertainty of the first interval, and the lowest one of any interval so far.
-        similarity: cosine of the outputs of two experts, by their ids in ascending order, for those that were compared.
     """
 
     rows: tuple[int, ...]
     uncertainty: float | None = None
     first: float = 1.0
     lowest: float = 1.0
-    similarity: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def learnt(self) -> bool:
@@ -42,9 +43,7 @@ def decide(
     statistics: Sequence[LayerStatistics], table: ExpertTable, config: LifecycleConfig, *, step: int, least: int,
     threshold: float | None = None,
 ) -> list[Change]:  # fmt: skip
-    """Decide on the changes of each layer: prunes, then merges, then at most one birth.
-
-    An expert takes part in one change at most.
+    """Decide on the changes of each layer: prunes, then at most one birth.
 
     Args:
         statistics: of each layer.
@@ -55,11 +54,8 @@ def decide(
     """
     found: list[Change] = []
     for layer, own in enumerate(statistics):
-        changes = _prunes(table, config, layer=layer, step=step, least=least)
-        changes += _merges(own, table, config, layer=layer, least=least, before=changes)
-        touched = {expert for change in changes for expert in change.ids}
-        changes += _births(own, table.after(changes, step=step), config, layer, step, threshold, touched)
-        found += changes
+        changes = prunes(table, config, layer=layer, step=step, least=least)
+        found += [*changes, *_births(own, table.after(changes, step=step), config, layer, step, threshold)]
     return found
 
 
@@ -70,7 +66,8 @@ def merge(table: ExpertTable, layer: int, one: int, other: int, reason: str) -> 
     return Change("merge", layer, (first.id, second.id), reason, share=first.uses / total if total else 0.5)
 
 
-def _prunes(table: ExpertTable, config: LifecycleConfig, *, layer: int, step: int, least: int) -> list[Change]:
+def prunes(table: ExpertTable, config: LifecycleConfig, *, layer: int, step: int, least: int) -> list[Change]:
+    """The experts of a layer that go as they have long been dormant; `least` of them stay."""
     idle = config.prune.idle_steps
     if idle is None:
         return []
@@ -85,30 +82,12 @@ def _prunes(table: ExpertTable, config: LifecycleConfig, *, layer: int, step: in
     ]  # fmt: skip
 
 
-def _merges(
-    own: LayerStatistics, table: ExpertTable, config: LifecycleConfig, *, layer: int, least: int,
-    before: Sequence[Change],
-) -> list[Change]:  # fmt: skip
-    wanted = config.merge.similarity
-    if wanted is None:
-        return []
-    taken, found = {expert for change in before for expert in change.ids}, []
-    alive = set(table.ids(layer))
-    for pair, value in sorted(own.similarity.items(), key=lambda item: (-item[1], item[0])):
-        room = len(alive) - len(before) - len(found) > least
-        if value >= wanted and room and alive.issuperset(pair) and taken.isdisjoint(pair):
-            taken.update(pair)
-            found.append(merge(table, layer, *pair, reason=f"outputs with a cosine of {value:.4f}"))
-    return found
-
-
 def _births(
-    own: LayerStatistics, table: ExpertTable, config: LifecycleConfig, layer: int, step: int,
-    threshold: float | None, touched: set[int],
-) -> list[Change]:  # fmt: skip
+    own: LayerStatistics, table: ExpertTable, config: LifecycleConfig, layer: int, step: int, threshold: float | None
+) -> list[Change]:
     wanted = config.birth.uncertainty if threshold is None else threshold
     free, born = table.free_slots(layer), table.born[layer]
-    parents = [row for row in table.layers[layer] if row.id not in touched and own.rows[row.slot]]
+    parents = [row for row in table.layers[layer] if own.rows[row.slot]]
     if not free or not parents or own.uncertainty is None or own.uncertainty < wanted:
         return []
     if len(table.layers[layer]) >= (config.max_experts or 0) or (wanted > 0 and not own.learnt):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.grouped import GroupedExperts, UnevenExperts, run_expert
-from experts.lifecycle.changes import LocalExperts, change_experts, change_router
+from experts.lifecycle.changes import change_experts, change_router
 from experts.lifecycle.controller import Lifecycle
 from experts.lifecycle.replay import OWN_BYTES, kept_at_most, row_bytes
 from experts.lifecycle.table import Change
@@ -53,7 +53,9 @@ class Recorder:
     def __call__(self, module: nn.Module, batch: Batch, **given: Any) -> LossOutput:
         """The loss, as without it."""
         if module.training and not self.asleep:
-            known = _inputs(module, batch)
+            takes = inspect.signature(module.forward).parameters  # a replay calls it with the columns by name
+            every = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+            known = {name: value for name, value in batch.items() if every or name in takes or name == "labels"}
             self._largest = max(self._largest, rows(batch))
             self.rows = {name: value[:ROWS_A_STEP] for name, value in known.items() if isinstance(value, Tensor)}
             self._fits = self._fits or kept_at_most(self._limit, row_bytes(self.rows) + OWN_BYTES) > 0
@@ -63,14 +65,6 @@ class Recorder:
         """End a step: its rows."""
         rows, self.rows, self.micro_batch, self._largest = self.rows, None, self._largest, 0
         return rows
-
-
-def _inputs(module: nn.Module, batch: Batch) -> Batch:
-    """The labels and the columns that `module.forward` takes: a replay calls it with them by name."""
-    takes = inspect.signature(module.forward).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-        return batch
-    return {name: value for name, value in batch.items() if name in takes or name == "labels"}
 
 
 @dataclass(frozen=True)
@@ -152,9 +146,8 @@ class ReplayedModel:
     def apply(self, change: Change) -> None:
         """Carry out a change."""
         optimizers, table = self.training.optimizers, self.living.table
-        states = LocalExperts(self.layers, optimizers)
         self.living.clear(change, table)
-        change_experts(states, [change], table, step=self.step, held=lambda key: True, fetched={})
+        change_experts(self.living.slot, optimizers, [change], table, step=self.step)
         change_router(self.routers[change.layer], optimizers, change, table, step=self.step)
         self.living.table = table.after([change], step=self.step)
 
@@ -169,7 +162,7 @@ class ReplayedModel:
     def save(self) -> Callable[[], None]:
         """Remember weights, buffers, optimizer state and table, in host memory; returns what restores them."""
         table, loads = self.living.table, self.living.loads
-        statistics = loads.window, loads.used, loads.average
+        statistics = loads.window, loads.used
         held = [value.detach().to("cpu", copy=True) for value in self.tensors()]
         numbers = [
             (state, {name: value for name, value in state.items() if not isinstance(value, Tensor)})
@@ -184,7 +177,7 @@ class ReplayedModel:
             for state, before in numbers:
                 state.update(before)
             self.living.table = table
-            loads.window, loads.used, loads.average = statistics
+            loads.window, loads.used = statistics
 
         return restore
 
@@ -205,12 +198,11 @@ class ReplayedModel:
         optimizers take the steps, at another learning rate. Returns their number."""
         number, training = 0, self.training
         peak = max(group["lr"] for optimizer in training.optimizers for group in optimizer.param_groups) or 1.0
-        for start in range(0, rows(batch), size):
-            part = {name: value[start : start + size] for name, value in batch.items()}
-            if teacher is not None:
-                part[TEACHER] = teacher[start : start + size].to(training.device)
+        for part in batches(batch if teacher is None else {**batch, TEACHER: teacher.to(training.device)}, size):
             pieces = list(batches(part, self.at_once))
-            weights = [_labels(piece["labels"]) for piece in pieces]
+            # labels that a loss is a mean over; rows, where they are numbers
+            labels = [piece["labels"] for piece in pieces]
+            weights = [int((one != IGNORED_LABEL).sum()) if is_integer(one) else len(one) for one in labels]
             micros = [
                 MicroBatch(piece, weight, last=piece is pieces[-1])
                 for piece, weight in zip(pieces, weights, strict=True)
@@ -298,11 +290,6 @@ class ReplayedModel:
             weights = {name: value.float() for name, value in stack.weights_of(place).items()}
             answers.append(run_expert(x_TD.float(), weights, experts.activation))
         return torch.stack(answers)
-
-
-def _labels(labels: Tensor) -> int:
-    """How many labels a loss is a mean over; rows, where they are numbers."""
-    return int((labels != IGNORED_LABEL).sum()) if is_integer(labels) else len(labels)
 
 
 def batches(batch: Batch, size: int) -> Iterator[Batch]:

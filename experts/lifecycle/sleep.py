@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from experts.lifecycle.graph import EDGE_TYPES, ExpertGraph, Link
 from experts.lifecycle.measures import (
     clusters,
     coactivation,
-    learning_rates,
     output_similarity,
     shared_rows,
     specialisation,
@@ -59,7 +58,6 @@ THRESHOLD_STEP = 1.05
 
 
 # ---------------------------------------------------------------- decisions
-# Pure functions.
 
 
 def steps_to_next(every: int, *, living: float, first: float) -> int:
@@ -152,8 +150,11 @@ class SleepCycle:
         if own is not None and self.replay_config.targets == "teacher":
             with torch.no_grad(), in_eval(training.trainable.module):
                 own[TEACHER] = answer_of(training, own).logits.float()
-        workers = training.workers
-        parts = [own] if workers.world_size == 1 else [_loaded(one) for one in workers.all_gather_bytes(_saved(own))]
+        parts = [own]
+        if training.workers.world_size > 1:
+            held = {name: value.detach().cpu().contiguous() for name, value in (own or {}).items()}
+            gathered = training.workers.all_gather_bytes(safetensors.torch.save(held))
+            parts = [safetensors.torch.load(one) for one in gathered]
         for part in parts:
             if part:
                 self.reservoir.add(part, uncertainty=torch.ones(rows(part)), step=step)
@@ -161,13 +162,9 @@ class SleepCycle:
     def after_step(self, step: int, training: TrainingStep) -> list[Notice]:
         """Keep rows of this step, and run a cycle if one is due; see `Trainable.sleep`. Collective."""
         self.record(step, training)
-        if not self.due(step):
+        if step < self.next_step or not len(self.reservoir):
             return []
         return [("sleep_cycle", asdict(self.run(step, training))), *self.living.notices()]
-
-    def due(self, step: int) -> bool:
-        """Whether a cycle is to run after this step."""
-        return step >= self.next_step and len(self.reservoir) > 0
 
     def run(self, step: int, training: TrainingStep) -> CycleRecord:
         """Run a cycle. Collective: every worker runs it on the same rows, and ends with rank 0's weights."""
@@ -242,27 +239,22 @@ class SleepCycle:
             self.graph, self.births_before = ExpertGraph.from_json(graph), births
             self._centres = [None if centre is None else torch.tensor(centre).double() for centre in centres]
         kept = self.reservoir.uncertainty()
-        statistics = [living.window, living.loads.window, living.loads.used, *living.loads.average]
+        statistics = [living.window, living.loads.window, living.loads.used]
         workers.broadcast([*model.tensors(), *statistics, kept])
         self.reservoir.update(torch.arange(len(kept)), kept)
 
     def _sleep_eagerly(self, model: ReplayedModel, found: CycleRecord) -> None:
+        """With the same noise and dropout on every worker; afterwards each goes on with its own generator."""
+        device, text = model.training.device, f"{self.living.table.seed} sleep {self.cycles}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         # hooks look into layers; torch's compiler takes two seconds to import where nothing is compiled
         compiles = "torch._dynamo" in sys.modules
         with (
             torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
-            self._one_generator(model.training),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
         ):
-            self._sleep(model, found)
-
-    @contextmanager
-    def _one_generator(self, training: TrainingStep) -> Iterator[None]:
-        """Draw the same noise and dropout on every worker; afterwards each goes on with its own generator."""
-        device, text = training.device, f"{self.living.table.seed} sleep {self.cycles}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            yield
+            self._sleep(model, found)
 
     def _sleep(self, model: ReplayedModel, found: CycleRecord) -> None:
         config, device = self.replay_config, model.training.device
@@ -284,7 +276,8 @@ class SleepCycle:
         found.loss_after = model.loss(held)
         links += self._look(model, found, held)
         self._adapt(found)
-        self.graph.renew([link for link in links if self._alive(link)])
+        alive = self.graph.experts
+        self.graph.renew([one for one in links if (one.layer, one.one) in alive and (one.layer, one.other) in alive])
         self.graph.fade(links)
         self._note_graph(found)
 
@@ -299,16 +292,12 @@ class SleepCycle:
     def _tidy(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> list[Link]:
         """Merge twins, prune the dormant and move overlapping experts apart, in one layer."""
         self._merge(model, found, held, layer, view)
-        idle = [
-            policy.LayerStatistics((0,) * router.num_experts) for router in self.routers
-        ]  # no births without an uncertainty
-        for change in policy.decide(idle, self.living.table, self.config, step=model.step, least=self.least):
-            if change.layer == layer:
-                slot = self.living.table.slot(layer, change.ids[0])
-                found.pruned_share += float(view.scores_TE[:, slot].mean())
-                model.apply(change)
-                self._stays(change, model.step)
-                found.pruned += 1
+        for change in policy.prunes(self.living.table, self.config, layer=layer, step=model.step, least=self.least):
+            slot = self.living.table.slot(layer, change.ids[0])
+            found.pruned_share += float(view.scores_TE[:, slot].mean())
+            model.apply(change)
+            self._stays(change, model.step)
+            found.pruned += 1
         return self._split(model, found, held, layer)
 
     def _merge(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> None:
@@ -441,23 +430,16 @@ class SleepCycle:
                               Link(layer, a.id, b.id, "composition", float(together[a.slot, b.slot]))]  # fmt: skip
                     used = bool(counts[:, a.slot].any()) and bool(counts[:, b.slot].any())
                     if used and mostly[a.slot] == mostly[b.slot]:
-                        links.append(
-                            Link(
-                                layer,
-                                a.id,
-                                b.id,
-                                "specialization",
-                                float(torch.minimum(narrow[a.slot], narrow[b.slot])),
-                            )
-                        )
+                        least = float(torch.minimum(narrow[a.slot], narrow[b.slot]))
+                        links.append(Link(layer, a.id, b.id, "specialization", least))
             shares = [
                 {row.id: float(own[c, row.slot]) for row in living if counts[c, row.slot]} for c in range(len(centres))
             ]
             sizes = (counts.sum(1) / counts.sum()).tolist()
-            self.graph.set_concepts(layer, centres=[_short(c) for c in centres], rows=sizes, experts=shares)
-            rates = dict(
-                zip([row.id for row in living], learning_rates(narrow[[row.slot for row in living]]), strict=True)
-            )
+            named = [[round(value, 4) for value in centre[:8].tolist()] for centre in centres]  # enough in a record
+            self.graph.set_concepts(layer, centres=named, rows=sizes, experts=shares)
+            # a specialist, which has found its rows, changes at half the rate
+            rates = {row.id: 1.0 - 0.5 * float(narrow[row.slot]) for row in living}
             for row in living:
                 change = Change("rate", layer, (row.id,), "its specialisation", factor=rates[row.id])
                 if rates[row.id] != row.rate:
@@ -516,9 +498,6 @@ class SleepCycle:
             assert router.prior_EE is not None
             router.prior_EE.copy_(weight * prior / sums)
 
-    def _alive(self, link: Link) -> bool:
-        return {(link.layer, link.one), (link.layer, link.other)} <= set(self.graph.experts)
-
     def _set_nodes(self) -> None:
         layers = enumerate(self.living.table.layers)
         self.graph.set_experts(
@@ -549,16 +528,3 @@ class SleepCycle:
         self._centres = list(state["centres"])
         if self.cycles:
             self._set_priors()
-
-
-def _saved(own: dict[str, Tensor] | None) -> bytes:
-    return safetensors.torch.save({name: value.detach().cpu().contiguous() for name, value in (own or {}).items()})
-
-
-def _loaded(payload: bytes) -> dict[str, Tensor]:
-    return safetensors.torch.load(payload)
-
-
-def _short(centre: Tensor) -> list[float]:
-    """The first numbers of a centre, which name a concept well enough in a record."""
-    return [round(float(value), 4) for value in centre[:8]]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,21 +33,12 @@ WRITE_S = 1800.0
 PART = "experts"
 
 
-@dataclass(frozen=True)
-class ExpertSnapshot:
+def snapshot(shard: ExpertShard) -> dict[Key, dict[str, Tensor]]:
     """State of the experts at home on one host: (layer, expert) -> name -> CPU tensor, a copy of the live one."""
-
-    experts: dict[Key, dict[str, Tensor]]
-
-    @classmethod
-    def of(cls, shard: ExpertShard) -> ExpertSnapshot:
-        """Copy the current state."""
-        return cls(
-            {
-                key: {name: value.detach().to("cpu", copy=True) for name, value in shard.state_of(key).items()}
-                for key in shard.homes()
-            }
-        )
+    return {
+        key: {name: value.detach().to("cpu", copy=True) for name, value in shard.state_of(key).items()}
+        for key in shard.homes()
+    }
 
 
 class ExpertFiles:
@@ -59,10 +50,10 @@ class ExpertFiles:
         self._stopped = False
         self._read: SimpleQueue[Future[dict[str, Tensor]] | None] = SimpleQueue()
 
-    def begin(self, snapshot: ExpertSnapshot, *, step: int) -> None:
-        """Start to write, after the last write has finished."""
+    def begin(self, experts: dict[Key, dict[str, Tensor]], *, step: int) -> None:
+        """Start to write a `snapshot`, after the last write has finished."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, step), daemon=True, name="expert-files")
+        self._thread = threading.Thread(target=self._write, args=(experts, step), daemon=True, name="expert-files")
         self._thread.start()
 
     def wait(self) -> None:
@@ -70,14 +61,14 @@ class ExpertFiles:
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self, snapshot: ExpertSnapshot, step: int) -> None:
+    def _write(self, experts: dict[Key, dict[str, Tensor]], step: int) -> None:
         store = open_store(self._run.checkpoint_dir(step))
         name = f"{PART}-{self.host:05d}.safetensors"
-        described: dict[str, Any] = {"name": name, "experts": [list(key) for key in snapshot.experts]}
+        described: dict[str, Any] = {"name": name, "experts": [list(key) for key in experts]}
         try:
             tensors = {
                 f"{layer}.{expert}.{field}": value
-                for (layer, expert), state in snapshot.experts.items()
+                for (layer, expert), state in experts.items()
                 for field, value in state.items()
             }
             with store.open_write(name) as file:
@@ -102,7 +93,12 @@ class ExpertFiles:
             tensors = self._tensors_of(folder, name)
             for key in keys:
                 state = state_in(tensors, key, name)
-                _check_shapes(shard, key, state)
+                for field, shape in shard.shapes[key[0]].weights(key[1]).items():
+                    seen = tuple(state[field].shape) if field in state else None
+                    if seen != shape:
+                        raise CheckpointError(
+                            f"layer {key[0]} expert {key[1]}: {field} is {seen}, the model's is {shape}"
+                        )
                 (shard.load_state if key in homes else shard.set_weights)(key, state)
 
     def stop(self) -> None:
@@ -165,13 +161,6 @@ def state_in(tensors: Mapping[str, Tensor], key: Key, name: str) -> dict[str, Te
     if not state:
         raise CheckpointError(f"{name} lacks layer {key[0]} expert {key[1]}, which its manifest names")
     return state
-
-
-def _check_shapes(shard: ExpertShard, key: Key, state: Mapping[str, Tensor]) -> None:
-    for field, shape in shard.shapes[key[0]].weights(key[1]).items():
-        seen = tuple(state[field].shape) if field in state else None
-        if seen != shape:
-            raise CheckpointError(f"layer {key[0]} expert {key[1]}: {field} is {seen}, the model's is {shape}")
 
 
 def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> dict[str, Any]:

@@ -22,17 +22,15 @@ from experts.member.moves import (
     Transfer,
     exchange_along,
     gradient_transfers,
-    gradients_of,
     send_fresh_weights,
 )
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import Placement
-from experts.transport import HeaderMismatch, Transport
+from experts.transport import HeaderMismatch, JointGroup
 from raytrain.train.memory.device import Shortage
 
 # ---------------------------------------------------------------- vote
-# The vote: one sum over all members that carries all that a step must agree on, and what each member derives from it.
-
+# One sum over all members that carries all that a step must agree on, and what each member derives from it.
 
 HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
 SPENT = ("busy_s", "moving_s", "sent_bytes")
@@ -179,7 +177,7 @@ def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
     return own
 
 
-def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
+def sum_shortages(group: JointGroup, shard: ExpertShard | None) -> list[float]:
     """Sum `shortages_of` over all members. Collective."""
     vector = shortages_of(shard, len(group.holders))
     group.all_reduce(vector)
@@ -201,7 +199,6 @@ def name_shortages(numbers: list[float], *, colocated: bool) -> list[Shortage]:
 
 
 # ---------------------------------------------------------------- commit
-# The end of a step, the same on every member: gradients go to the homes, vote, commit, new weights go to the replicas.
 
 
 class StepCommit:
@@ -218,7 +215,7 @@ class StepCommit:
         table: of the experts, where they come and go.
     """
 
-    def __init__(self, group: Transport, placement: Placement, layout: VoteLayout) -> None:
+    def __init__(self, group: JointGroup, placement: Placement, layout: VoteLayout) -> None:
         self.group, self.placement, self.layout = group, placement, layout
         self.shard: ExpertShard | None = None
         self.migration = Migration(group)
@@ -284,7 +281,7 @@ class StepCommit:
         moved = self.placement
         for key, host in homes.items():
             layer, slot = map(int, key.split("."))
-            moved = moved.with_home(layer, slot, host)
+            moved = moved.with_copies(layer, slot, (host,))
         if moved is not self.placement:
             if self.shard is not None:
                 self.shard.switch(moved, {})
@@ -298,27 +295,27 @@ class StepCommit:
             return
         mine = set(self.shard.homes())
         fetched = {one: arrived[one.source] for one in needed if one.source in arrived}
-        change_experts(self.shard, wanted, before, step=step, held=mine.__contains__, fetched=fetched)
+        change_experts(
+            self.shard.slot, self.shard.optimizers, wanted, before, step=step, held=mine.__contains__, fetched=fetched
+        )
         self.shard.table = self.table
 
     def _sum_gradients(self) -> None:
         """Sum the gradients at the experts' homes: the new homes where experts have moved."""
         now, then, states = self.placement, self.placement, {}
         if self.migration.next is not None:
-            migrated = self.migration.finish(self.shard)
-            self.refused = migrated.refused
-            if not migrated.refused:
-                then, states = migrated.placement, migrated.states
-        received = exchange_along(
-            self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of, shapes_of=LayerShape.trained
-        )
+            following = self.migration.next
+            states, self.refused = self.migration.finish()
+            then = now if self.refused else following
+        transfers = gradient_transfers(now, then)
+        received = exchange_along(self.group, self.shard, transfers, gradients=True)
         if then is not now:
             began = time.perf_counter()
             if self.shard is not None:
                 self.shard.switch(then, states)
             self.placement = then
             self.migration.add_spent(time.perf_counter() - began)
-        for key, pieces in received:
+        for (layer, expert), pieces in received:
             assert self.shard is not None
-            for view, piece in zip(gradients_of(self.shard, key).values(), pieces, strict=True):
+            for view, piece in zip(self.shard.layers[layer].gradients_of(expert).values(), pieces, strict=True):
                 view += piece

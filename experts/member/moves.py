@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from experts.config import Key, LayerShape
 from experts.member.shard import ExpertShard
 from experts.placement.values import Placement
 from experts.router import LayerRoutes
-from experts.transport import Channel, PendingExchange, Transport, bytes_tensor
+from experts.transport import Channel, Exchange, JointGroup, bytes_tensor
 from raytrain.errors import RunError
 
 # ---------------------------------------------------------------- gather
@@ -29,7 +29,7 @@ from raytrain.errors import RunError
 
 
 def scatter_layer(
-    group: Transport, routes: LayerRoutes, first: Sequence[Mapping[str, Tensor]], *, dtype: torch.dtype
+    group: JointGroup, routes: LayerRoutes, first: Sequence[Mapping[str, Tensor]], *, dtype: torch.dtype
 ) -> None:
     """Send initial weights to every copy of each expert; the workers' side. Collective over all members.
 
@@ -45,7 +45,7 @@ def scatter_layer(
     to_holders(group, pieces, empty=empty)
 
 
-def take_layer(group: Transport, shard: ExpertShard, layer: int) -> None:
+def take_layer(group: JointGroup, shard: ExpertShard, layer: int) -> None:
     """The hosts' side of `scatter_layer`."""
     shape, held = shard.shapes[layer], shard.layers[layer].experts
     sizes = [shape.numel(expert) for expert in held]
@@ -55,7 +55,7 @@ def take_layer(group: Transport, shard: ExpertShard, layer: int) -> None:
 
 
 def gather_layer(
-    group: Transport, shape: LayerShape, layer: int, *, shard: ExpertShard | None, routes: LayerRoutes | None,
+    group: JointGroup, shape: LayerShape, layer: int, *, shard: ExpertShard | None, routes: LayerRoutes | None,
     dtype: torch.dtype,
 ) -> list[dict[str, Tensor]] | None:  # fmt: skip
     """Gather the weights of each expert of a layer on rank 0. Collective over all members.
@@ -88,7 +88,7 @@ def gather_layer(
     return [experts[expert] for expert in range(shape.num_experts)]
 
 
-def to_holders(group: Transport, pieces: list[Tensor], *, empty: Tensor) -> None:
+def to_holders(group: JointGroup, pieces: list[Tensor], *, empty: Tensor) -> None:
     """Send one tensor from rank 0 to each holder; the workers' side. Other workers send `empty`."""
     send, sent = [0] * group.size, empty
     if group.rank == 0:
@@ -98,7 +98,7 @@ def to_holders(group: Transport, pieces: list[Tensor], *, empty: Tensor) -> None
     group.exchange(sent, send, [0] * group.size, channel=Channel.CONTROL).wait()
 
 
-def from_first(group: Transport, count: int, *, dtype: torch.dtype) -> Tensor:
+def from_first(group: JointGroup, count: int, *, dtype: torch.dtype) -> Tensor:
     """The hosts' side of `to_holders`: receive `count` elements."""
     receive = [count] + [0] * (group.size - 1)
     empty = torch.empty(0, dtype=dtype)
@@ -118,10 +118,6 @@ def _flatten(weights: Mapping[str, Tensor]) -> Tensor:
 
 # ---------------------------------------------------------------- replicas
 # Replicas in a step: the homes sum their gradients before the vote and send them new weights after the commit.
-
-
-ViewsOf = Callable[[ExpertShard, Key], dict[str, Tensor]]
-ShapesOf = Callable[[LayerShape, int], dict[str, tuple[int, ...]]]
 
 
 class Transfer(NamedTuple):
@@ -144,7 +140,7 @@ def gradient_transfers(now: Placement, then: Placement) -> list[Transfer]:
     ]
 
 
-def send_fresh_weights(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
+def send_fresh_weights(group: JointGroup, shard: ExpertShard | None, placement: Placement) -> None:
     """Send the homes' weights to their replicas. Collective over the holders; nothing happens on other members."""
     transfers = [
         Transfer((layer, expert), hosts[0], host)
@@ -152,26 +148,16 @@ def send_fresh_weights(group: Transport, shard: ExpertShard | None, placement: P
         for expert, hosts in enumerate(placed.copies)
         for host in hosts[1:]
     ]
-    for key, pieces in exchange_along(group, shard, transfers, views_of=ExpertShard.weights_of):
+    for key, pieces in exchange_along(group, shard, transfers):
         assert shard is not None
         for view, piece in zip(shard.weights_of(key).values(), pieces, strict=True):
             view.copy_(piece)
 
 
-def gradients_of(shard: ExpertShard, key: Key) -> dict[str, Tensor]:
-    """Gradients of the trained weights of an expert held here, by name; views."""
-    return shard.layers[key[0]].gradients_of(key[1])
-
-
 def exchange_along(
-    group: Transport, shard: ExpertShard | None, transfers: list[Transfer], *, views_of: ViewsOf,
-    shapes_of: ShapesOf = LayerShape.weights,
-) -> list[tuple[Key, list[Tensor]]]:  # fmt: skip
-    """Carry out the transfers in one exchange of the holders; other members have nothing to send or receive.
-
-    Args:
-        views_of: `views_of(shard, key)` are the tensors of an expert to send, by name.
-        shapes_of: `shapes_of(layer's shape, expert)` are their shapes.
+    group: JointGroup, shard: ExpertShard | None, transfers: list[Transfer], *, gradients: bool = False
+) -> list[tuple[Key, list[Tensor]]]:
+    """Send weights, or gradients of the trained ones, in one exchange of the holders; other members have none.
 
     Returns:
         for each transfer that ends here, in their order, its tensors.
@@ -179,15 +165,21 @@ def exchange_along(
     if not transfers or shard is None:
         return []
 
+    def shapes_of(key: Key) -> dict[str, tuple[int, ...]]:
+        layer = shard.shapes[key[0]]
+        return layer.trained(key[1]) if gradients else layer.weights(key[1])
+
     def numel(key: Key) -> int:
-        return sum(map(math.prod, shapes_of(shard.shapes[key[0]], key[1]).values()))
+        return sum(map(math.prod, shapes_of(key).values()))
 
     pieces: list[Tensor] = []
     send, receive = [0] * group.size, [0] * group.size
     for target, rank in enumerate(group.holders):
         for transfer in transfers:
             if (transfer.source, transfer.target) == (shard.host, target):
-                pieces += [view.reshape(-1) for view in views_of(shard, transfer.key).values()]
+                layer, expert = transfer.key
+                own = shard.layers[layer].gradients_of(expert) if gradients else shard.weights_of(transfer.key)
+                pieces += [view.reshape(-1) for view in own.values()]
                 send[rank] += numel(transfer.key)
     for transfer in transfers:
         if transfer.target == shard.host:
@@ -199,43 +191,31 @@ def exchange_along(
     for transfer in transfers:
         if transfer.target != shard.host:
             continue
-        layer, expert = transfer.key
         flat, left[transfer.source] = left[transfer.source].tensor_split([numel(transfer.key)])
-        weights = split_weights(flat, shapes_of(shard.shapes[layer], expert))
-        received.append((transfer.key, list(weights.values())))
+        received.append((transfer.key, list(split_weights(flat, shapes_of(transfer.key)).values())))
     return received
 
 
 # ---------------------------------------------------------------- migration
-# Moves experts to new homes between two steps, while training continues.
-
 
 DIGEST_WORDS = 2
 
 
-class MigrationResult(NamedTuple):
-    """The placement to switch to, with the state of the experts that come to this member; or why it was refused."""
-
-    placement: Placement
-    states: Mapping[Key, Mapping[str, Tensor]]
-    refused: str
-
-
 class Migration:
-    """One member's part in the moves of a generation; every call is collective over all members."""
+    """One member's part in the moves of experts to new homes between two steps, while training continues; every call is
+    collective over all members.
 
-    def __init__(self, group: Transport) -> None:
+    Attributes:
+        next: the placement that everybody switches to at the next vote.
+    """
+
+    def __init__(self, group: JointGroup) -> None:
         self._group = group
-        self._next: Placement | None = None
-        self._pending: PendingExchange | None = None
+        self.next: Placement | None = None
+        self._pending: Exchange | None = None
         self._incoming: dict[int, list[int]] = {}
         """Source host -> (size in bytes, *digest) of what it sends here."""
         self._seconds, self._bytes = 0.0, 0
-
-    @property
-    def next(self) -> Placement | None:
-        """The placement that everybody switches to at the next vote."""
-        return self._next
 
     def begin(self, following: Placement, placement: Placement, shard: ExpertShard | None) -> None:
         """Start to send the experts that leave their home.
@@ -244,20 +224,20 @@ class Migration:
             following: the next placement. placement: in force.
         """
         began = time.perf_counter()
-        self._next = following
-        transfers = [Transfer(*move) for move in placement.home_moves(self._next)]
+        self.next = following
+        transfers = [Transfer(*move) for move in placement.home_moves(following)]
         if transfers:
             self._send(shard, transfers)
         self._seconds += time.perf_counter() - began
 
-    def finish(self, shard: ExpertShard | None) -> MigrationResult:
-        """Check what has arrived, and agree on it with all members."""
-        assert self._next is not None
+    def finish(self) -> tuple[dict[Key, dict[str, Tensor]], str]:
+        """Check what has arrived, and agree on it with all members: (the states that come here, why nobody may use
+        them or switch)."""
         began = time.perf_counter()
         states, refused = self._receive()
-        placement, self._next = self._next, None
+        self.next = None
         self._seconds += time.perf_counter() - began
-        return MigrationResult(placement, {} if refused else states, refused)
+        return states, refused
 
     def fetch(self, shard: ExpertShard | None, transfers: list[Transfer]) -> dict[Key, dict[str, Tensor]]:
         """Send the states of experts, and wait for those that come here, between two moves. Collective.
@@ -274,7 +254,7 @@ class Migration:
         return states
 
     def _receive(self) -> tuple[dict[Key, dict[str, Tensor]], str]:
-        """(what has arrived, why nobody may use it)."""
+        """As `finish`."""
         states: dict[Key, dict[str, Tensor]] = {}
         refused = ""
         if self._pending is not None:
@@ -294,7 +274,7 @@ class Migration:
         """The generation ends before the next vote: wait for what is in flight, and forget it."""
         if self._pending is not None:
             self._pending.wait()
-        self._next = self._pending = None
+        self.next = self._pending = None
 
     def take_spent(self) -> tuple[float, int]:
         """Return, since the last call, this member's seconds without computing and the bytes of experts it sent."""

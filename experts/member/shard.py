@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from experts.config import Key, LayerShape
 from experts.expert_state import load_state, state_of
 from experts.grouped import GroupedExperts, UnevenExperts, build_experts
-from experts.lifecycle.changes import LearningRates, scaled_experts
+from experts.lifecycle.changes import scale_steps, scaled_experts
 from experts.lifecycle.table import ExpertTable
 from experts.placement.values import Placement
 from experts.router import LayerRoutes
@@ -27,11 +27,10 @@ from raytrain.train.optim import build_optimizers, takes_skip_on_device
 from raytrain.train.parallel.flat_gradients import GradientBuffers, squares_of_each
 
 # ---------------------------------------------------------------- device timer
-# Measures how long a device computes: with the clock on a CPU, with events on a GPU, which runs asynchronously.
 
 
 class DeviceTimer:
-    """Sums the seconds of pieces of work on one device."""
+    """Sums the seconds of work on a device: by the clock on a CPU, by events on a GPU, which runs asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -63,8 +62,6 @@ class DeviceTimer:
 
 
 # ---------------------------------------------------------------- layer
-# One layer's experts on one host: a stack of its homes and one of its replicas, with their gradients.
-
 
 Experts = GroupedExperts | UnevenExperts
 
@@ -88,8 +85,10 @@ class LayerShard:
         self.shape = shape
         self.experts = [expert for expert, _ in routes.slots[host]]
         self.num_homes = routes.homes[host]
-        self.homes = _build(shape, self.experts[: self.num_homes], dtype=dtype, device=device)
-        self.replicas = _build(shape, self.experts[self.num_homes :], dtype=dtype, device=device)
+        held = (self.experts[: self.num_homes], self.experts[self.num_homes :])
+        self.homes, self.replicas = (
+            empty_experts(shape, own, dtype=dtype, device=device) if own else None for own in held
+        )
         stacks = (self.homes, self.replicas) if trains else (None, None)
         self.gradients, self.replica_gradients = (
             GradientBuffers([] if stack is None else [one for one in stack.parameters() if one.requires_grad])
@@ -132,7 +131,7 @@ class LayerShard:
         for stack in stacks:
             weights = [getattr(stack, name) for name in stack.names]
             each = zip(*(weight.grad.unbind(0) for weight in weights if weight.requires_grad), strict=True)
-            found += [list(own) for own in each] or [[] for _ in stack.expert_ids]
+            found += [list(own) for own in each] or [[] for _ in stack.hidden_E]
         return found
 
     def discard(self) -> None:
@@ -147,10 +146,6 @@ def _counts_on(device: torch.device, counts: list[int]) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(counts, device=device)
     return torch.tensor(counts, pin_memory=True).to(device, non_blocking=True)
-
-
-def _build(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts | None:
-    return empty_experts(shape, experts, dtype=dtype, device=device) if experts else None
 
 
 def empty_experts(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts:
@@ -202,7 +197,6 @@ def rows_by_rank(sources: list[list[int]], size: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- shard
-# The experts of one host: weights, gradients, optimizer, and the activations that backward needs.
 
 
 @dataclass(frozen=True)
@@ -239,16 +233,9 @@ class ExpertShard:
     """
 
     def __init__(
-        self,
-        shapes: list[LayerShape],
-        placement: Placement,
-        host: int,
-        *,
-        optim: OptimConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        trains: bool = True,
-    ) -> None:
+        self, shapes: list[LayerShape], placement: Placement, host: int, *, optim: OptimConfig, dtype: torch.dtype,
+        device: torch.device, trains: bool = True,
+    ) -> None:  # fmt: skip
         self.shapes, self.placement, self.host = shapes, placement, host
         self._trains = trains
         self.optim, self.dtype, self.device = optim, dtype, device
@@ -276,14 +263,16 @@ class ExpertShard:
         if optim.name == "muon" and all(one.ndim < 3 for one in trained):  # only vectors are: AdamW's, as elsewhere
             optim = optim.model_copy(update={"name": "adamw"})
         optimizers = build_optimizers(homes, optim, lr=1.0, blocks=[homes]) if trained else []
-        LearningRates(self._scaled).attach(optimizers)
+
+        def scaled() -> list[tuple[nn.Parameter, int, float]]:
+            return [] if self.table is None else scaled_experts(self.slot, self.table, set(self.homes()).__contains__)
+
+        scale_steps(scaled, optimizers)
         return optimizers
 
-    def _scaled(self) -> list[tuple[nn.Parameter, int, float]]:
-        if self.table is None:
-            return []
-        mine = set(self.homes())
-        return scaled_experts([layer.slot for layer in self.layers], self.table, mine.__contains__)
+    def slot(self, key: Key) -> tuple[GroupedExperts, int]:
+        """(the stack that holds the expert here, its position in that stack)."""
+        return self.layers[key[0]].slot(key[1])
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -298,27 +287,48 @@ class ExpertShard:
         Returns:
             (R, D) in the same order.
         """
-        return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
+        half = rows.dtype in (torch.bfloat16, torch.float16) and self.dtype == torch.float32
 
-    def _forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
-        with self.timer.measure():
+        def compute() -> Tensor:
             x = by_slot(rows, sources)
             counts = [sum(column) for column in zip(*sources, strict=True)]
-            with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _separate_graph():
+            with (
+                torch.set_grad_enabled(keep),
+                torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half),
+                # tensors of its own: where experts are colocated, an outer block under activation checkpointing would
+                # otherwise count what this graph saves
+                torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            ):
                 x = x.detach().requires_grad_(keep)
                 y = self.layers[layer].forward(x, counts) if counts else x
             if keep:
                 self._kept[layer, micro_batch] = (x, y)
             return by_source(y.detach(), sources)
 
+        return self._unless_dropped(rows, compute)
+
     def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         """Return the gradients of the inputs; accumulates those of the weights. Arguments as `forward`."""
-        return self._unless_dropped(grads, lambda: self._backward(layer, micro_batch, grads, sources))
 
-    def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `work`; from the first shortage of any member on, the rows unchanged."""
+        def compute() -> Tensor:
+            self.used.add(layer)
+            x, y = self._kept.pop((layer, micro_batch))
+            if y is not x:
+                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
+            inner = torch.zeros_like(x) if x.grad is None else x.grad
+            return by_source(inner, sources)
+
+        return self._unless_dropped(grads, compute)
+
+    def _unless_dropped(self, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `compute`; from the first shortage of any member on, the rows unchanged."""
+
+        def timed() -> Tensor:
+            with self.timer.measure():
+                return compute()
+
         if not self.dropping:
-            result = run_or_shortage(work, device=self.device, who=f"expert host {self.host}")
+            result = run_or_shortage(timed, device=self.device, who=f"expert host {self.host}")
             if not isinstance(result, Shortage):
                 return result
             self.ran_out(result)
@@ -333,15 +343,6 @@ class ExpertShard:
         """Record that memory ran out: nothing more of this step is computed here."""
         self.short, self.dropping = self.short or short, True
         self._kept.clear()
-
-    def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
-        with self.timer.measure():
-            self.used.add(layer)
-            x, y = self._kept.pop((layer, micro_batch))
-            if y is not x:
-                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
-            inner = torch.zeros_like(x) if x.grad is None else x.grad
-            return by_source(inner, sources)
 
     def discard(self) -> None:
         """Forget gradients, and activations kept for backward."""
@@ -383,10 +384,6 @@ class ExpertShard:
 
     # -- state, by (layer, logical expert) ----------------------------------------------------------
 
-    def numel(self, key: Key) -> int:
-        """Number of parameters of an expert."""
-        return self.shapes[key[0]].numel(key[1])
-
     def homes(self) -> list[Key]:
         """The experts at home here."""
         return [(n, expert) for n, shard in enumerate(self.layers) for expert in shard.experts[: shard.num_homes]]
@@ -407,11 +404,11 @@ class ExpertShard:
     def state_of(self, key: Key) -> dict[str, Tensor]:
         """Weights and optimizer state of an expert at home here, by name: "w1", "w1.exp_avg", ...; mostly views, so
         clone what you keep."""
-        return state_of(*self.layers[key[0]].slot(key[1]), self.optimizers)
+        return state_of(*self.slot(key), self.optimizers)
 
     def load_state(self, key: Key, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state_of`, into an expert at home here."""
-        load_state(*self.layers[key[0]].slot(key[1]), self.optimizers, state)
+        load_state(*self.slot(key), self.optimizers, state)
 
     # -- switch to another placement ----------------------------------------------------------------
 
@@ -460,19 +457,3 @@ class ExpertShard:
                     kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
                 gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
         return kept, gradients
-
-
-def _autocast(rows: Tensor, master: torch.dtype) -> torch.autocast:
-    """Compute rows that arrive in half precision in that dtype."""
-    half = rows.dtype in (torch.bfloat16, torch.float16) and master == torch.float32
-    return torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half)
-
-
-def _separate_graph() -> torch.autograd.graph.saved_tensors_hooks:
-    """Keep the tensors saved by this graph apart. Where experts are colocated, an outer block under activation
-    checkpointing would otherwise count them as its own."""
-    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor

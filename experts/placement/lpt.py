@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from experts.placement.values import (
@@ -23,10 +23,7 @@ from experts.placement.values import (
 )
 
 # ---------------------------------------------------------------- packing
-# The layout of one layer: hosts of every expert, the room left on them, and its initial construction.
 
-
-UNLIMITED = math.inf
 #: Work of an unused expert, as a part of the mean: makes idle experts spread too.
 IDLE = 0.01
 #: A host within this relative distance of the best may be preferred if it joins parts of the replica graph.
@@ -44,7 +41,7 @@ class LayerProblem:
         speeds: of each host.
         home, replica: bytes of each expert.
         extra: number of replicas.
-        slots: copies that each host can take. memory: bytes that it can take.
+        memory: bytes that each host can take.
     """
 
     work: list[float]
@@ -52,7 +49,6 @@ class LayerProblem:
     home: list[int]
     replica: list[int]
     extra: int
-    slots: list[float]
     memory: list[float]
 
     @cached_property
@@ -80,15 +76,14 @@ Change = list[tuple[int, list[int]]]
 
 @dataclass
 class Packing:
-    """A layout: hosts of every expert, home first, and the slots and bytes that are left."""
+    """A layout: hosts of every expert, home first, and the bytes that are left."""
 
     task: LayerProblem
     copies: list[list[int]]
-    slots: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots, self.memory = list(self.task.slots), list(self.task.memory)
+        self.memory = list(self.task.memory)
         for expert in range(len(self.copies)):
             self._take(expert, 1)
 
@@ -100,11 +95,10 @@ class Packing:
     def fits(self, expert: int, host: int) -> bool:
         """Whether `host` has room for one more copy: the home if the expert has none yet, else a replica."""
         size = self.task.replica[expert] if self.copies[expert] else self.task.home[expert]
-        return self.slots[host] >= 1 and self.memory[host] >= size and host not in self.copies[expert]
+        return self.memory[host] >= size and host not in self.copies[expert]
 
     def add(self, expert: int, host: int) -> None:
         """Place one more copy."""
-        self.slots[host] -= 1
         self.memory[host] -= self.task.replica[expert] if self.copies[expert] else self.task.home[expert]
         self.copies[expert].append(host)
 
@@ -113,7 +107,7 @@ class Packing:
         back = [(expert, self.copies[expert]) for expert, _ in change]
         self._set(change)
         touched = {host for _, hosts in change for host in hosts}
-        if all(self.slots[host] >= 0 and self.memory[host] >= 0 for host in touched):
+        if all(self.memory[host] >= 0 for host in touched):
             return back
         self._set(back)
         return None
@@ -126,7 +120,6 @@ class Packing:
 
     def _take(self, expert: int, sign: int) -> None:
         for position, host in enumerate(self.copies[expert]):
-            self.slots[host] -= sign
             self.memory[host] -= sign * (self.task.replica[expert] if position else self.task.home[expert])
 
 
@@ -231,7 +224,7 @@ def _drop(layout: Packing, expert: int, loads: list[float]) -> None:
     layout.apply([(expert, [host for host in hosts if host != slowest])])
 
 
-def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float], slots: float) -> list[list[list[int]]]:
+def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float]) -> list[list[list[int]]]:
     """Place the homes of all layers by bytes alone: the largest first, on the host with the most memory left.
 
     Returns:
@@ -244,7 +237,7 @@ def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float], slots: f
     found: list[list[list[int]]] = [[[] for _ in row] for row in sizes]
     order = sorted(((-size, layer, e) for layer, row in enumerate(sizes) for e, size in enumerate(row)))
     for negative, layer, expert in order:
-        able = [h for h in range(len(free)) if used[layer][h] < slots and free[h] >= -negative]
+        able = [h for h in range(len(free)) if free[h] >= -negative]
         if not able:
             raise OutOfRoom(expert)
         host = max(able, key=lambda h: (free[h], -used[layer][h], -h))
@@ -255,8 +248,6 @@ def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float], slots: f
 
 
 # ---------------------------------------------------------------- refine
-# The local search of our policy: improves a layer's layout until it is near its bound, or the budget is used up.
-
 
 #: A layout within this relative distance of the bound is good enough: the load drifts by more.
 GOOD = 0.005
@@ -269,7 +260,7 @@ KICK, SEED = 3, 20
 
 
 class LocalSearch:
-    """Improves `layout`; `budget` counts the hosts and replicated experts of each evaluation."""
+    """Improves `layout` until it is near its bound. `budget` counts hosts and replicated experts of each evaluation."""
 
     def __init__(self, layout: Packing, *, budget: int) -> None:
         self.layout, self.budget, self.task = layout, budget, layout.task
@@ -356,8 +347,7 @@ class LocalSearch:
                     if h == g or h in copies[expert]:
                         continue
                     moved = (expert, _swap(copies[expert], g, h))
-                    if self.layout.slots[h] >= 1:
-                        yield self._estimate(g, h, part), [moved]
+                    yield self._estimate(g, h, part), [moved]
                     for other, theirs in held[h]:
                         if theirs < part and g not in copies[other]:
                             yield self._estimate(g, h, part - theirs), [moved, (other, _swap(copies[other], h, g))]
@@ -370,12 +360,10 @@ class LocalSearch:
         loads, speeds, copies = self.now.loads, self.task.speeds, self.layout.copies
         even = (loads[g] * speeds[h] - loads[h] * speeds[g]) / (speeds[g] + speeds[h])
         score = self._estimate(g, h, min(part, max(0.0, even)))
-        grown, room = [*copies[expert], h], self.layout.slots[h] >= 1
-        if self.layout.spare > 0 and room:
+        grown = [*copies[expert], h]
+        if self.layout.spare > 0:
             yield score, [(expert, grown)]
         for size, other, host in replicas:
-            if not room and host != h:
-                continue
             if other != expert:
                 left = [place for place in copies[other] if place != host]
                 yield score + size / sum(speeds), [(other, left), (expert, grown)]
@@ -402,9 +390,7 @@ def _swap(hosts: list[int], old: int, new: int) -> list[int]:
     return [new if host == old else host for host in hosts]
 
 
-# ---------------------------------------------------------------- lpt
-# Our policy over all layers: initial layouts that fit the memory together, then a local search in each layer.
-
+# ---------------------------------------------------------------- all layers
 
 #: Operations of the local search in one plan, and at most in one layer; about 5 microseconds each.
 PLAN_BUDGET, LAYER_BUDGET = 120_000, 20_000
@@ -417,25 +403,11 @@ Copies = list[list[int]]
 """[expert]: hosts, home first."""
 
 
-@dataclass(frozen=True)
-class HostLimits:
-    """Limits of the hosts: bytes over all layers, and copies of one layer."""
-
-    memory: list[float]
-    slots: float
-
-    @classmethod
-    def of(cls, hosts: Sequence[HostSpec], slots_per_host: int | None) -> HostLimits:
-        """The limits of these hosts; infinite where there is none."""
-        memory = [UNLIMITED if host.memory_bytes is None else float(host.memory_bytes) for host in hosts]
-        return cls(memory, UNLIMITED if slots_per_host is None else float(slots_per_host))
-
-
 def plan(
-    load_LE: Sequence[Sequence[float]], hosts: Sequence[HostSpec], costs: Costs, extra: int, limits: HostLimits, *,
+    load_LE: Sequence[Sequence[float]], hosts: Sequence[HostSpec], costs: Costs, extra: int, *,
     previous: Placement | None, search: bool = True,
 ) -> list[LayerPlacement]:  # fmt: skip
-    """Place every layer.
+    """Place every layer: layouts that fit the memory together, then a local search in each.
 
     Args:
         extra: maximum number of replicas of each layer.
@@ -446,24 +418,31 @@ def plan(
         OutOfRoom: the homes do not fit the memory.
     """
     speeds = [float(host.speed) for host in hosts]
+    memory = [math.inf if host.memory_bytes is None else float(host.memory_bytes) for host in hosts]
     tasks = [
         LayerProblem(
             worked(load, row), speeds, [cost.home_bytes for cost in row], [cost.replica_bytes for cost in row],
-            _extra(extra, len(row), len(hosts), limits.slots), [limits.slots] * len(hosts), limits.memory,
+            min(extra, len(row) * (len(hosts) - 1)), memory,
         )
         for load, row in zip(load_LE, costs, strict=True)
     ]  # fmt: skip
-    old = _old(previous, tasks, limits)
-    starts = old or _seeds(tasks, limits)
-    free = list(limits.memory)
+    old = _old(previous, tasks, memory)
+    starts = old or _seeds(tasks, memory)
+    free = memory
     for task, copies in zip(tasks, starts, strict=True):
         free = [room - used for room, used in zip(free, used_bytes(task, copies), strict=True)]
     budget = min(LAYER_BUDGET, PLAN_BUDGET // max(1, len(tasks))) if search else 0
     bytes_homes, found = [0] * len(hosts), []
     for task, copies in zip(tasks, starts, strict=True):
         room = [left + used for left, used in zip(free, used_bytes(task, copies), strict=True)]
-        bounded = LayerProblem(task.work, speeds, task.home, task.replica, task.extra, task.slots, room)
-        layout = _follow(bounded, copies, budget) if old else _refine(Packing(bounded, _copy(copies)), budget)
+        bounded = replace(task, memory=room)
+        if old:
+            layout = _follow(bounded, copies, budget)
+        else:
+            first = LocalSearch(Packing(bounded, _copy(copies)), budget=budget)
+            first.climb()
+            first.restart()
+            layout = first.layout
         _choose_homes(layout, [hosts_[0] for hosts_ in copies] if old else None, bytes_homes)
         free = layout.memory
         split = divide(task.work, layout.copies, speeds, slack=SLACK)
@@ -490,55 +469,38 @@ def used_bytes(task: LayerProblem, copies: Copies) -> list[int]:
     return used
 
 
-def _extra(extra: int, experts: int, hosts: int, slots: float) -> int:
-    room = experts * (hosts - 1)
-    return max(0, min(extra, room if slots == UNLIMITED else min(room, int(slots) * hosts - experts)))
-
-
 def _copy(copies: Copies) -> Copies:
     return [list(hosts) for hosts in copies]
 
 
-def _old(previous: Placement | None, tasks: Sequence[LayerProblem], limits: HostLimits) -> list[Copies] | None:
+def _old(previous: Placement | None, tasks: Sequence[LayerProblem], memory: list[float]) -> list[Copies] | None:
     """The old copies, if every host still exists and has room for them; else None."""
     if previous is None or len(previous.layers) != len(tasks):
         return None
     copies = [[list(hosts) for hosts in layer.copies] for layer in previous.layers]
-    free = list(limits.memory)
+    free = memory
     for task, layer in zip(tasks, copies, strict=True):
         number = len(task.speeds)
         if len(layer) != len(task.work) or any(host >= number for hosts in layer for host in hosts):
             return None
-        held = [sum(host in hosts for hosts in layer) for host in range(number)]
         free = [room - used for room, used in zip(free, used_bytes(task, layer), strict=True)]
-        if max(held) > limits.slots:
-            return None
     return copies if min(free) >= 0 else None
 
 
-def _seeds(tasks: Sequence[LayerProblem], limits: HostLimits) -> list[Copies]:
+def _seeds(tasks: Sequence[LayerProblem], memory: list[float]) -> list[Copies]:
     """Initial layouts: largest first within each layer's part of the memory; if that has no room, by bytes alone."""
     need = [sum(task.home) for task in tasks]
-    free, found = list(limits.memory), []
+    free, found = memory, []
     try:
         for index, task in enumerate(tasks):
             part = need[index] / max(1, sum(need[index:]))
-            quota = [room if room == UNLIMITED else room * part for room in free]
-            layout = pack_largest_first(
-                LayerProblem(task.work, task.speeds, task.home, task.replica, task.extra, task.slots, quota)
-            )
+            quota = [room if room == math.inf else room * part for room in free]
+            layout = pack_largest_first(replace(task, memory=quota))
             free = [room - used for room, used in zip(free, used_bytes(task, layout.copies), strict=True)]
             found.append(layout.copies)
     except OutOfRoom:
-        return pack_bytes([task.home for task in tasks], limits.memory, limits.slots)
+        return pack_bytes([task.home for task in tasks], memory)
     return found
-
-
-def _refine(layout: Packing, budget: int) -> Packing:
-    search = LocalSearch(layout, budget=budget)
-    search.climb()
-    search.restart()
-    return search.layout
 
 
 def _follow(task: LayerProblem, copies: Copies, budget: int) -> Packing:

@@ -8,93 +8,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from experts.config import DEFAULT_EXPERTS, ExpertsConfig, LayerShape, row_work
-from experts.placement.lpt import HostLimits, OutOfRoom, plan
+from experts.placement.lpt import OutOfRoom, plan
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
-
-# ---------------------------------------------------------------- eplb
-# The published EPLB policy, reimplemented from its description for comparison.
-
-
-Weights = Sequence[Sequence[float]]
-
-
-def eplb_physical(
-    weight: Weights, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
-) -> list[list[int]]:
-    """Return the logical expert of every slot: (L, num_replicas); GPU g has the slots g x S to (g + 1) x S - 1.
-
-    Args:
-        weight: load of each expert, (L, E).
-        num_replicas: slots of all GPUs together.
-        num_groups: groups of experts; nodes matter only if it is a multiple of `num_nodes`.
-
-    Raises:
-        ValueError: the slots do not divide equally by the GPUs, or are fewer than the experts.
-    """
-    if num_replicas % num_gpus or num_gpus % num_nodes:
-        raise ValueError(f"{num_replicas} slots, {num_gpus} GPUs and {num_nodes} nodes do not divide")
-    if any(len(row) > num_replicas for row in weight):
-        raise ValueError(f"{max(map(len, weight))} experts do not fit {num_replicas} slots")
-    if num_groups % num_nodes:
-        num_groups = num_nodes = 1
-    return [_layer([float(load) for load in row], num_replicas, num_groups, num_nodes, num_gpus) for row in weight]
-
-
-def _layer(load: list[float], slots: int, groups: int, nodes: int, gpus: int) -> list[int]:
-    size = len(load) // groups
-    if size * groups != len(load):
-        raise ValueError(f"{len(load)} experts do not divide into {groups} groups")
-    per_group = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
-    placed: list[int] = []
-    for packed in pack(per_group, nodes):
-        mine = [expert for group in packed for expert in range(group * size, (group + 1) * size)]
-        copies = replicate([load[expert] for expert in mine], slots // nodes)
-        count = [copies.count(index) for index in range(len(mine))]
-        each = [load[mine[index]] / count[index] for index in copies]
-        placed += [mine[copies[slot]] for gpu in pack(each, gpus // nodes) for slot in gpu]
-    return placed
-
-
-def pack(weights: Sequence[float], packs: int) -> list[list[int]]:
-    """Put items, largest first, into the lightest pack with a free place; all packs get equally many items.
-
-    Returns:
-        the items of each pack, in the order in which they were added.
-    """
-    each = len(weights) // packs
-    if each == 1:
-        return [[item] for item in range(packs)]
-    loads, found = [0.0] * packs, [[] for _ in range(packs)]
-    free = list(range(packs))
-    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
-        lightest = min(free, key=loads.__getitem__)
-        found[lightest].append(item)
-        loads[lightest] += weights[item]
-        if len(found[lightest]) == each:
-            free.remove(lightest)
-    return found
-
-
-def replicate(weights: Sequence[float], slots: int) -> list[int]:
-    """Return the expert of each slot: every expert once, then repeatedly the one with the largest load per copy."""
-    found, count = list(range(len(weights))), [1] * len(weights)
-    each = list(weights)
-    for _ in range(slots - len(weights)):
-        expert = max(range(len(weights)), key=each.__getitem__)
-        found.append(expert)
-        count[expert] += 1
-        each[expert] = weights[expert] / count[expert]
-    return found
-
-
-# ---------------------------------------------------------------- policy
-# Policies: compute a `Placement` from load, measured host speed, memory and expert cost.
-
 
 Policy = Literal["auto", "lpt", "eplb", "round_robin", "fewest"]
 OURS = ("auto", "lpt", "fewest")
@@ -105,7 +25,7 @@ Load = Sequence[Sequence[float]]
 
 def place(
     policy: Policy, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int,
-    previous: Placement | None = None, version: int = 0, *, slots_per_host: int | None = None, num_groups: int = 1,
+    previous: Placement | None = None, version: int = 0,
 ) -> Placement:  # fmt: skip
     """Place every layer's experts on `hosts`.
 
@@ -113,11 +33,9 @@ def place(
         load_LE: predicted rows of each expert; all zero if nothing is known.
         hosts: in the order of their index.
         costs: of each expert of each layer.
-        replicas: copies beyond the homes, in each layer; fewer if hosts, slots or memory do not suffice. `eplb` fills
-            every host to the same number of slots, and may create more.
+        replicas: copies beyond the homes, in each layer; fewer if hosts or memory do not suffice. `eplb` fills every
+            host to the same number of slots, and may create more.
         previous: the current placement; kept as far as it is about as good.
-        slots_per_host: maximum number of copies of one layer on a host.
-        num_groups: groups of experts, which `eplb` packs onto nodes of equal size.
 
     Raises:
         InputError: the hosts cannot hold the experts; names an expert that is too large for any.
@@ -128,31 +46,31 @@ def place(
     if [len(row) for row in load_LE] != [len(row) for row in costs]:
         raise ValueError(f"loads of {len(load_LE)} layers and costs of {len(costs)} do not match, expert by expert")
     _refuse_too_large(hosts, costs)
-    _refuse_too_many(hosts, costs, slots_per_host)
     if policy in OURS:
         try:
-            layers = plan(load_LE, hosts, costs, replicas, HostLimits.of(hosts, slots_per_host), previous=previous)
+            layers = plan(load_LE, hosts, costs, replicas, previous=previous)
         except OutOfRoom:
             raise _overfull(hosts, costs) from None
         return Placement(version, len(hosts), tuple(layers))
     if policy == "eplb":
-        layers = _eplb(load_LE, hosts, costs, replicas, previous, slots_per_host, num_groups)
+        layers = _eplb(load_LE, hosts, costs, replicas, previous)
     else:
-        layers = [round_robin(len(row), len(hosts)) for row in costs]
+        layers = [_homes([expert % len(hosts) for expert in range(len(row))]) for row in costs]
     found = Placement(version, len(hosts), tuple(layers))
-    try:
-        found.validate([len(row) for row in costs], hosts=hosts, costs=costs, slots_per_host=slots_per_host)
-    except ValueError as error:
-        raise InputError(
-            "experts.placement", got=f"{policy}, where {error}", expected="experts that fit their hosts",
-            remedy="experts.placement: lpt considers memory",
-        ) from error  # fmt: skip
+    for spec in hosts:
+        used = found.bytes_on(spec.host, costs)
+        if spec.memory_bytes is not None and used > spec.memory_bytes:
+            raise InputError(
+                "experts.placement",
+                got=f"{policy}, where {spec.title} holds {used} bytes of experts, at most {spec.memory_bytes}",
+                expected="experts that fit their hosts", remedy="experts.placement: lpt considers memory",
+            )  # fmt: skip
     return found
 
 
-def round_robin(num_experts: int, num_hosts: int) -> LayerPlacement:
-    """Place expert e on host e modulo the hosts, without replicas."""
-    return LayerPlacement(tuple((expert % num_hosts,) for expert in range(num_experts)), ((1.0,),) * num_experts)
+def _homes(hosts: Sequence[int]) -> LayerPlacement:
+    """A layer without replicas, by the home of each expert."""
+    return LayerPlacement(tuple((host,) for host in hosts), ((1.0,),) * len(hosts))
 
 
 def new_expert_host(
@@ -196,29 +114,45 @@ def newcomer_home(
     able = [
         spec.host
         for spec in hosts
-        if spec.host == home or placement.with_home(layer, slot, spec.host).fits(hosts, costs)
+        if spec.host == home or placement.with_copies(layer, slot, (spec.host,)).fits(hosts, costs)
     ]
     rows = None if load is None else [load[one] for one in living]
     return new_expert_host(held, 0, rows, hosts, able=able)
 
 
+def eplb_slots(load: Sequence[float], hosts: int, *, each: int) -> list[list[int]]:
+    """The published EPLB policy for one layer, in its global mode: the experts in the `each` slots of every host.
+
+    Every expert has a slot, and the largest load per copy gets another one until all slots are taken. Then copies go,
+    largest first, to the lightest host with a free slot.
+    """
+    filled, count, per_copy = list(range(len(load))), [1] * len(load), list(load)
+    for _ in range(each * hosts - len(load)):
+        expert = max(range(len(load)), key=per_copy.__getitem__)
+        filled.append(expert)
+        count[expert] += 1
+        per_copy[expert] = load[expert] / count[expert]
+    if each == 1:
+        return [[expert] for expert in filled]
+    loads, found = [0.0] * hosts, [list[int]() for _ in range(hosts)]
+    for expert in sorted(filled, key=lambda expert: -per_copy[expert]):
+        lightest = min((host for host in range(hosts) if len(found[host]) < each), key=loads.__getitem__)
+        found[lightest].append(expert)
+        loads[lightest] += per_copy[expert]
+    return found
+
+
 def _eplb(
-    load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int, previous: Placement | None,
-    slots: int | None, num_groups: int,
-) -> list[LayerPlacement]:  # fmt: skip
+    load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int, previous: Placement | None
+) -> list[LayerPlacement]:
     """EPLB's slots as copies: two slots on one host become one copy with both shares."""
-    sizes = Counter(host.node for host in hosts)
-    in_order = sorted(hosts, key=lambda host: (list(sizes).index(host.node), host.host)) == list(hosts)
-    nodes = len(sizes) if in_order and len(set(sizes.values())) == 1 else 1
     found = []
     for index, (load, row) in enumerate(zip(load_LE, costs, strict=True)):
-        each = slots or -(-(len(row) + replicas) // len(hosts))
-        groups = num_groups if len(row) % num_groups == 0 and each * len(hosts) % nodes == 0 else 1
         weight = [rows * cost.work for rows, cost in zip(load, row, strict=True)]
-        physical = eplb_physical([weight], each * len(hosts), groups, nodes, len(hosts))[0]
         parts: list[Counter[int]] = [Counter() for _ in row]
-        for slot, expert in enumerate(physical):
-            parts[expert][slot // each] += 1
+        for host, held in enumerate(eplb_slots(weight, len(hosts), each=-(-(len(row) + replicas) // len(hosts)))):
+            for expert in held:
+                parts[expert][host] += 1
         if previous is not None and previous.num_hosts == len(hosts) and len(previous.layers[index].copies) == len(row):
             homes = [old[0] for old in previous.layers[index].copies]
             parts = [
@@ -249,16 +183,6 @@ def _refuse_too_large(hosts: Sequence[HostSpec], costs: Costs) -> None:
                 )
 
 
-def _refuse_too_many(hosts: Sequence[HostSpec], costs: Costs, slots: int | None) -> None:
-    number = max(map(len, costs), default=0)
-    if slots is not None and number > slots * len(hosts):
-        raise InputError(
-            "experts.num_experts",
-            got=f"{number} experts in a layer",
-            expected=f"at most {slots * len(hosts)}, {slots} on each of {len(hosts)} hosts",
-        )
-
-
 def _overfull(hosts: Sequence[HostSpec], costs: Costs) -> InputError:
     need = sum(cost.home_bytes for row in costs for cost in row)
     there = [host.memory_bytes for host in hosts if host.memory_bytes is not None]
@@ -271,8 +195,6 @@ def _overfull(hosts: Sequence[HostSpec], costs: Costs) -> InputError:
 
 
 # ---------------------------------------------------------------- starting
-# The placement that a run starts with, before any load was measured.
-
 
 HOME_BYTES = 16
 """Bytes of one parameter at home: weight, gradient and two moments in fp32."""
@@ -306,15 +228,6 @@ class PlacementRules:
         living = (config.num_experts or DEFAULT_EXPERTS) if config.lifecycle.enabled else None
         return cls(config.placement, config.replicas, config.rebalance_every, living=living)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> PlacementRules:
-        """The inverse of `to_json`."""
-        return cls(**row)
-
 
 def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
     """Place consecutive experts on each host, in equal numbers up to one.
@@ -322,10 +235,10 @@ def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
     Rows sorted by expert are then sorted by host too, and need no reordering. If the numbers do not divide, other hosts
     get one more in the next layer.
     """
-    layers = []
-    for layer, number in enumerate(num_experts):
-        copies = tuple(((expert * hosts + layer * number % hosts) // number,) for expert in range(number))
-        layers.append(LayerPlacement(copies, tuple((1.0,) for _ in range(number))))
+    layers = (
+        _homes([(expert * hosts + layer * number % hosts) // number for expert in range(number)])
+        for layer, number in enumerate(num_experts)
+    )
     return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
 
 
@@ -359,7 +272,7 @@ def _with_empty_slots(rules: PlacementRules, costs: Costs, hosts: Sequence[HostS
     found = place_first(replace(rules, living=None), [row[:living] for row in costs], hosts)
     for layer, row in enumerate(costs):
         for _ in row[living:]:
-            offers = [found.with_expert(layer, spec.host) for spec in hosts]
+            offers = [found.with_copies(layer, len(found.layers[layer].copies), (spec.host,)) for spec in hosts]
             able = [host for host, offer in enumerate(offers) if offer.fits(hosts, costs)]
             if not able:
                 raise _overfull(hosts, costs)
@@ -419,7 +332,8 @@ def _adopt_orphans(
             if not able:
                 return None
             host = new_expert_host(partial, 0, load, hosts, work=row[expert].work, able=able)
-            partial, load = partial.with_expert(0, host), [*load, row[expert].work]
+            partial = partial.with_copies(0, len(load), (host,))
+            load = [*load, row[expert].work]
             free[host] -= row[expert].home_bytes
             layer[expert], shares[expert] = [host], (1.0,)
         layers.append(LayerPlacement(tuple(map(tuple, layer)), tuple(shares)))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experts.placement.lpt import HostLimits, OutOfRoom, plan
+from experts.placement.lpt import OutOfRoom, plan
 from experts.placement.policy import OURS, Load, Policy, place
 from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement, reshare
 from raytrain.plan.choice import seconds_text
@@ -46,29 +46,25 @@ class RebalanceDecision:
     reason: str
 
 
-def predict(intervals: Sequence[Load], *, newest: float = NEWEST) -> list[list[float]]:
+def predict(intervals: Sequence[Load]) -> list[list[float]]:
     """Forecast the rows per expert of the next interval: an exponential average of the past ones, oldest first.
 
     Each layer counts as shares of its interval's rows, so that long and short intervals have equal weight.
 
     Args:
-        intervals: at least one, each [layer][expert]; those with another number of experts than the last are ignored.
-        newest: weight of the newest; 1 uses the last interval alone.
+        intervals: at least one, each [layer][expert].
     """
-    last = [np.asarray(row, dtype=np.float64) for row in intervals[-1]]
     found = []
-    for layer, row in enumerate(last):
-        past = [
-            np.asarray(w[layer], dtype=np.float64) for w in intervals if len(w) > layer and len(w[layer]) == len(row)
-        ]
+    for layer, last in enumerate(intervals[-1]):
+        past = [np.asarray(interval[layer], dtype=np.float64) for interval in intervals]
         shares = [one / one.sum() for one in past if one.sum() > 0]
         if not shares:
-            found.append([0.0] * len(row))
+            found.append([0.0] * len(last))
             continue
         mean = shares[0]
         for share in shares[1:]:
-            mean = newest * share + (1 - newest) * mean
-        found.append((mean * (row.sum() or 1.0)).tolist())
+            mean = NEWEST * share + (1 - NEWEST) * mean
+        found.append((mean * (past[-1].sum() or 1.0)).tolist())
     return found
 
 
@@ -80,7 +76,7 @@ def step_seconds(placement: Placement, load_LE: Load, hosts: Sequence[HostSpec],
 
 def decide(
     current: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, policy: Policy, replicas: int, *,
-    steps_until_next: int, step_s: float, bytes_per_s: float, slots_per_host: int | None = None,
+    steps_until_next: int, step_s: float, bytes_per_s: float,
 ) -> RebalanceDecision:  # fmt: skip
     """Decide whether to change the placement, by the predicted savings until the next decision.
 
@@ -97,8 +93,8 @@ def decide(
         InputError: see `place`.
     """
     now, number = step_seconds(current, load_LE, hosts, costs), current.version + 1
-    wanted = place(policy, load_LE, hosts, costs, replicas, current, number, slots_per_host=slots_per_host)
-    others = _without_home_moves(current, load_LE, hosts, costs, replicas, slots_per_host) if policy in OURS else ()
+    wanted = place(policy, load_LE, hosts, costs, replicas, current, number)
+    others = _without_home_moves(current, load_LE, hosts, costs, replicas) if policy in OURS else ()
     offers = []
     for candidate in (*others, wanted):
         moves = tuple(current.moves_to(candidate, costs))
@@ -136,7 +132,7 @@ class _Candidate:
 
 
 def _without_home_moves(
-    current: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int, slots: int | None
+    current: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int
 ) -> Iterator[Placement]:
     """Candidates that move no home: with other shares only, then with other replicas."""
     speeds = [host.speed for host in hosts]
@@ -145,7 +141,7 @@ def _without_home_moves(
     number = current.version + 1
     yield Placement(number, current.num_hosts, shared)
     try:
-        layers = plan(load_LE, hosts, costs, replicas, HostLimits.of(hosts, slots), previous=current, search=False)
+        layers = plan(load_LE, hosts, costs, replicas, previous=current, search=False)
     except OutOfRoom:
         return
     yield Placement(number, current.num_hosts, tuple(layers))
@@ -184,7 +180,11 @@ def instalments(
     """
     found, at, moved = [], current, 0
     for (layer, expert), _, _ in current.home_moves(target):
-        size, after = costs[layer][expert].travels, _with_home(at, target, layer, expert)
+        new = target.layers[layer]
+        size, after = (
+            costs[layer][expert].travels,
+            at.with_copies(layer, expert, new.copies[expert], new.shares[expert]),
+        )
         if not after.fits(hosts, costs):
             continue
         if moved and moved + size > budget:
@@ -194,12 +194,3 @@ def instalments(
     if moved and at.home_moves(target):
         found.append(replace(at, version=current.version + len(found) + 1))
     return [*found, replace(target, version=current.version + len(found) + 1)]
-
-
-def _with_home(at: Placement, target: Placement, layer: int, expert: int) -> Placement:
-    """`at`, with the copies and shares of one expert as in `target`."""
-    old, new = at.layers[layer], target.layers[layer]
-    copies, shares = list(old.copies), list(old.shares)
-    copies[expert], shares[expert] = new.copies[expert], new.shares[expert]
-    changed = LayerPlacement(tuple(copies), tuple(shares))
-    return replace(at, layers=(*at.layers[:layer], changed, *at.layers[layer + 1 :]))

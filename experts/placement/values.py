@@ -12,11 +12,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 # ---------------------------------------------------------------- values
-# Placements as frozen values: which host holds which experts, and their shares of the rows.
-
-
-#: Tolerance of the sum of one expert's shares, which must be one.
-SHARE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -114,10 +109,6 @@ class LayerPlacement:
         """Copies beyond the homes."""
         return sum(map(len, self.copies)) - len(self.copies)
 
-    def split(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Rows of each expert on each of its copies; see `split_rows`."""
-        return split_rows(counts, self.shares)
-
     def loads(self, load_E: Sequence[float], costs: Sequence[ExpertCost], speeds: Sequence[float]) -> list[float]:
         """Seconds of every host: rows x work of its copies over its speed."""
         work = [0.0] * len(speeds)
@@ -139,11 +130,6 @@ class Placement:
     def slots(self, layer: int, host: int) -> tuple[int, ...]:
         """Experts that `host` holds of `layer`, homes and replicas, ascending."""
         return self.layers[layer].by_host.get(host, ())
-
-    def homes(self, layer: int, host: int) -> tuple[int, ...]:
-        """Experts of `layer` whose home is `host`, ascending."""
-        copies = self.layers[layer].copies
-        return tuple(expert for expert in self.slots(layer, host) if copies[expert][0] == host)
 
     def home_of(self, layer: int, expert: int) -> int:
         """The host that owns the expert's master weights."""
@@ -168,19 +154,15 @@ class Placement:
         """Whether every host with a memory limit can hold its copies."""
         return all(one.memory_bytes is None or self.bytes_on(one.host, costs) <= one.memory_bytes for one in hosts)
 
-    def with_expert(self, layer: int, host: int) -> Placement:
-        """The next version, with one more expert at the end of `layer`; its home is `host`."""
+    def with_copies(
+        self, layer: int, expert: int, hosts: tuple[int, ...], shares: tuple[float, ...] = (1.0,)
+    ) -> Placement:
+        """The next version, with an expert on these hosts; the number behind the last one adds an expert."""
         old = self.layers[layer]
-        grown = LayerPlacement((*old.copies, (host,)), (*old.shares, (1.0,)))
-        layers = (*self.layers[:layer], grown, *self.layers[layer + 1 :])
-        return replace(self, version=self.version + 1, layers=layers)
-
-    def with_home(self, layer: int, expert: int, host: int) -> Placement:
-        """The next version, with `host` as the only home of an expert."""
-        old = self.layers[layer]
-        copies, shares = list(old.copies), list(old.shares)
-        copies[expert], shares[expert] = (host,), (1.0,)
-        changed = LayerPlacement(tuple(copies), tuple(shares))
+        changed = LayerPlacement(
+            (*old.copies[:expert], hosts, *old.copies[expert + 1 :]),
+            (*old.shares[:expert], shares, *old.shares[expert + 1 :]),
+        )
         layers = (*self.layers[:layer], changed, *self.layers[layer + 1 :])
         return replace(self, version=self.version + 1, layers=layers)
 
@@ -223,50 +205,6 @@ class Placement:
         )
         return cls(int(row["version"]), int(row["num_hosts"]), layers)
 
-    def validate(
-        self, num_experts: Sequence[int], *, hosts: Sequence[HostSpec] | None = None, costs: Costs | None = None,
-        slots_per_host: int | None = None,
-    ) -> None:  # fmt: skip
-        """Check the placement against the model, and with `hosts` and `costs` against the memory.
-
-        Args:
-            num_experts: of each layer.
-
-        Raises:
-            ValueError: an expert is missing, duplicated, on an unknown host or has shares that do not sum to one; or a
-                host holds too much. Names the layer and the expert, or the host.
-        """
-        if len(self.layers) != len(num_experts):
-            raise ValueError(f"the placement has {len(self.layers)} layers, the model {len(num_experts)}")
-        for index, (layer, number) in enumerate(zip(self.layers, num_experts, strict=True)):
-            self._validate_layer(index, layer, number)
-            for host, experts in layer.by_host.items():
-                if slots_per_host is not None and len(experts) > slots_per_host:
-                    raise ValueError(
-                        f"layer {index}: host {host} holds {len(experts)} experts, at most {slots_per_host}"
-                    )
-        for spec in hosts or ():
-            used = 0 if costs is None else self.bytes_on(spec.host, costs)
-            if spec.memory_bytes is not None and used > spec.memory_bytes:
-                raise ValueError(f"{spec.title} holds {used} bytes of experts, at most {spec.memory_bytes}")
-
-    def _validate_layer(self, index: int, layer: LayerPlacement, number: int) -> None:
-        for expert in range(max(number, len(layer.copies), len(layer.shares))):
-            name = f"layer {index} expert {expert}"
-            hosts = layer.copies[expert] if expert < len(layer.copies) else ()
-            if expert >= number:
-                raise ValueError(f"{name} is placed, and the layer has {number} experts")
-            if not hosts:
-                raise ValueError(f"{name} is missing: no host holds it")
-            if len(set(hosts)) != len(hosts):
-                raise ValueError(f"{name} is duplicated: hosts {list(hosts)} contain one twice")
-            if not all(0 <= host < self.num_hosts for host in hosts):
-                raise ValueError(f"{name} is on hosts {list(hosts)}, and there are {self.num_hosts}")
-            parts = layer.shares[expert] if expert < len(layer.shares) else ()
-            apart = abs(math.fsum(parts) - 1.0)
-            if len(parts) != len(hosts) or min(parts) < 0 or not apart <= SHARE_TOLERANCE:
-                raise ValueError(f"{name} has shares {list(parts)} on hosts {list(hosts)}, which must sum to 1")
-
 
 def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int], cost: ExpertCost) -> list[Move]:
     """The moves of one expert. A replica that becomes the home is part of the home's move."""
@@ -297,30 +235,18 @@ def split_rows(counts: Sequence[int], shares: Sequence[Sequence[float]]) -> list
         return [(count,) for count in counts]
     found: list[tuple[int, ...]] = []
     for count, parts in zip(counts, shares, strict=True):
-        number = len(parts)
-        if number == 1:
-            found.append((count,))
-        elif number == 2:
-            first = min(count, int(parts[0] * count + 0.5))
-            found.append((first, count - first))
-        else:
-            found.append(_split_one(count, parts))
+        rows, edge, running = [], 0, 0.0
+        for part in parts[:-1]:
+            running += part
+            until = min(count, int(running * count + 0.5))
+            rows.append(until - edge)
+            edge = until
+        found.append((*rows, count - edge))
     return found
-
-
-def _split_one(count: int, parts: Sequence[float]) -> tuple[int, ...]:
-    rows, edge, running = [], 0, 0.0
-    for part in parts[:-1]:
-        running += part
-        until = min(count, int(running * count + 0.5))
-        rows.append(until - edge)
-        edge = until
-    return (*rows, count - edge)
 
 
 # ---------------------------------------------------------------- shares
 # Divides each expert's rows over its copies, so that the slowest host is as fast as these copies allow.
-
 
 #: Maximum number of rounds of evening out, and the relative gain of a round below which they end.
 SWEEPS, CONVERGED = 12, 1e-3

@@ -298,7 +298,7 @@ class Doomed(HostServer):
 
 
 class Moves:
-    """Decides as the test prescribes; implements `Rebalancer`."""
+    """Decides as the test prescribes; in place of a `LoadRebalancer`."""
 
     def __init__(self, story: Story) -> None:
         self.story = story

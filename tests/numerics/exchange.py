@@ -107,7 +107,7 @@ def placement_of(scene: Scene, num_experts: list[int]) -> Placement:
 
 
 class Script:
-    """Decides as the scene prescribes; implements `Rebalancer` and records its calls."""
+    """Decides as the scene prescribes; in place of a `LoadRebalancer` and records its calls."""
 
     def __init__(self, scene: Scene, placement: Placement) -> None:
         self._sizes = [len(layer.copies) for layer in placement.layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.devices.inventory import Inventory, Node
 from experts.config import ExpertsConfig
+from experts.placement.values import Costs, HostSpec, Placement
 from experts.sizes import shared_out
 from raytrain.config.sections import DataConfig, LoopConfig, OptimConfig, PrecisionConfig, SaveConfig, ScaleConfig
 from raytrain.errors import InputError
@@ -77,3 +79,15 @@ def refused(key: str, *, plan: Any = plan, **arguments: Any) -> str:
         plan(**arguments)
     assert caught.value.key == key and caught.value.exit_code == 2
     return str(caught.value)
+
+
+def check_placement(
+    placement: Placement, num_experts: Sequence[int], *, hosts: Sequence[HostSpec] = (), costs: Costs = ()
+) -> None:
+    """Every expert of every layer is on hosts that exist, none twice, with shares that sum to one; and all fit."""
+    assert [len(layer.copies) for layer in placement.layers] == list(num_experts)
+    for layer in placement.layers:
+        for held, shares in zip(layer.copies, layer.shares, strict=True):
+            assert held and len(set(held)) == len(held) == len(shares) and set(held) <= set(range(placement.num_hosts))
+            assert min(shares) >= 0 and sum(shares) == pytest.approx(1.0, abs=1e-9)
+    assert placement.fits(hosts, costs)

@@ -21,7 +21,7 @@ from torch import Tensor
 from experts.config import ExpertsConfig, LifecycleConfig
 from experts.expert_state import state_of
 from experts.layer import MoELayer
-from experts.lifecycle.changes import LocalExperts, change_experts, change_router, newborn
+from experts.lifecycle.changes import change_experts, change_router, newborn
 from experts.lifecycle.table import Change, ExpertTable, TableMismatch
 from experts.member.commit import StepCommit
 from experts.models import moe_layer
@@ -162,8 +162,7 @@ def outcome(layer: MoELayer, slots: list[int]) -> list[Tensor]:
 
 
 def apply(layer: MoELayer, table: ExpertTable, change: Change) -> ExpertTable:
-    states = LocalExperts([layer.experts], [])
-    change_experts(states, [change], table, step=1, held=lambda _: True, fetched={})
+    change_experts(lambda key: layer.experts.slot(key[1]), [], [change], table, step=1)  # type: ignore[operator]
     change_router(layer.router, [], change, table, step=1)
     return table.after([change], step=1)
 
@@ -282,8 +281,7 @@ def test_states_and_statistics_follow_the_ids_through_fifty_random_changes(seed:
         change = change_of(table, kind, layer, tuple(chosen))
         if kind == "merge":
             change = replace(change, share=1.0)
-        experts = LocalExperts(lifecycle.experts, session.optimizers)
-        change_experts(experts, [change], table, step=step, held=lambda _: True, fetched={})
+        change_experts(lifecycle.slot, session.optimizers, [change], table, step=step)
         change_router(layers[layer].router, session.optimizers, change, table, step=step)
         if kind != "birth":
             ended[layer].add(table.slot(layer, change.ids[-1]))
@@ -329,8 +327,7 @@ def test_a_merge_is_the_mean_of_weights_and_moments_weighted_by_uses() -> None:
     share = uses[survivor] / (uses[1] + uses[3])
     assert survivor == 1 and 0.5 < share < 1
     one, other = ([value.clone() for value in rows_of(session, layer, slot)] for slot in (survivor, gone))
-    experts = LocalExperts(lifecycle.experts, session.optimizers)
-    change_experts(experts, [change], table, step=5, held=lambda _: True, fetched={})
+    change_experts(lifecycle.slot, session.optimizers, [change], table, step=5)
     change_router(layer.router, session.optimizers, change, table, step=5)
     for now, first, second in zip(rows_of(session, layer, survivor), one, other, strict=True):
         torch.testing.assert_close(now, share * first + (1 - share) * second, rtol=0, atol=EXACT)

@@ -48,9 +48,9 @@ def dense(made: MoELayer, x_BSD: Tensor) -> Tensor:
 def weights_of(experts: nn.Module, e: int) -> dict[str, Tensor]:
     """As `weights_of`, with a graph behind it."""
     for run in getattr(experts, "runs", [experts]):
-        if e < len(run.expert_ids):
+        if e < len(run.hidden_E):
             return {name: getattr(run, name)[e] for name in run.names}
-        e -= len(run.expert_ids)
+        e -= len(run.hidden_E)
     raise AssertionError
 
 
@@ -140,7 +140,7 @@ def test_uneven_experts_without_a_row_give_every_weight_its_zeros() -> None:
 def test_the_weights_of_one_expert_have_the_names_and_shapes_that_the_plan_counts() -> None:
     kind = {"activation": "swiglu", "bias": True}
     experts = build_experts(D, [4, 4, 7, 2], **kind)
-    assert experts.hidden_E == (4, 4, 7, 2) and experts.expert_ids == [0, 1, 2, 3]
+    assert experts.hidden_E == (4, 4, 7, 2)
     for e, hidden in enumerate(experts.hidden_E):
         views = experts.weights_of(e)
         assert {name: tuple(view.shape) for name, view in views.items()} == weight_shapes(D, hidden, **kind)
@@ -193,10 +193,6 @@ def test_a_dropped_row_returns_zeros() -> None:
     y, kept = made(x)[0].view(-1, D), made.router(x).kept_TK[:, 0]
     assert 0 < int(kept.sum()) < len(kept)
     assert not y[~kept].any() and bool(y[kept].any(1).all())
-
-
-def test_experts_keep_their_ids() -> None:
-    assert GroupedExperts(3, D, 7).expert_ids == [0, 1, 2]
 
 
 def test_impossible_sizes_are_refused() -> None:

@@ -15,7 +15,7 @@ def committed(counts: torch.Tensor | None, *, skip: bool = False) -> GlobalStep:
 
 def book() -> LoadTracker:
     torch.manual_seed(0)
-    return LoadTracker([TopKRouter(4, 3, 1), TopKRouter(4, 2, 1, capacity_factor=1.0)], decay=0.5)
+    return LoadTracker([TopKRouter(4, 3, 1), TopKRouter(4, 2, 1, capacity_factor=1.0)])
 
 
 def test_imbalance_is_the_busiest_over_the_mean() -> None:
@@ -46,15 +46,6 @@ def test_metrics_are_of_the_last_committed_step() -> None:
     made.commit(committed(torch.tensor([2, 2, 2, 0, 2, 2, 0]), skip=True))
     made.commit(committed(None))
     assert {name: float(value) for name, value in made.metrics().items()} == figures
-
-
-def test_moving_average_starts_with_the_first_step() -> None:
-    made = book()
-    made.commit(committed(torch.tensor([6, 0, 0, 0, 4, 0, 1])))
-    assert made.average[0].tolist() == [6, 0, 0, 0]
-    made.commit(committed(torch.tensor([0, 6, 0, 0, 0, 4, 1])))
-    assert made.average[0].tolist() == [3, 3, 0, 0]
-    assert made.average[1].tolist() == [2, 2, 1]
 
 
 def test_each_router_commits_its_own_counts() -> None:

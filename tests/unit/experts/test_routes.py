@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from plans import check_placement
 
 from experts.config import LayerShape
 from experts.member.commit import VoteLayout, read_vote
@@ -46,7 +47,7 @@ def test_every_row_travels_once_to_a_copy_of_its_expert(seed: int) -> None:
 @pytest.mark.parametrize("hosts", [1, 2, 3, 5])
 def test_rows_keep_their_order_under_the_placement_a_run_begins_with(hosts: int) -> None:
     placement = first_placement([5, 4], hosts=hosts)
-    placement.validate([5, 4])
+    check_placement(placement, [5, 4])
     for layer in (0, 1):
         assert LayerRoutes.of(placement, layer).in_order
         held = [len(placement.slots(layer, host)) for host in range(hosts)]
@@ -63,14 +64,14 @@ def test_homes_come_before_replicas_on_a_host() -> None:
 def test_headers_that_differ_are_named() -> None:
     header = Header(generation=3, version=1, step=7, op=Op.FORWARD, layer=2, micro_batch=1, dtype=0, width=64)
     same = [[*header.encode(), 4, 5], [*header.encode(), 0, 9]]
-    assert read_headers(same, generation=3, version=1) == header
+    assert read_headers(same, generation=3, version=1, workers=[0, 1]) == header
     other = Header(generation=3, version=1, step=7, op=Op.VOTE, layer=2, micro_batch=1, dtype=0, width=64)
     with pytest.raises(HeaderMismatch, match=r"worker 0 and worker 1 are in different operations: op 3 and 8"):
-        read_headers([same[0], [*other.encode(), 0, 0]], generation=3, version=1)
+        read_headers([same[0], [*other.encode(), 0, 0]], generation=3, version=1, workers=[0, 1])
     with pytest.raises(HeaderMismatch, match="generation 3 instead of 4"):
-        read_headers(same, generation=4, version=1)
+        read_headers(same, generation=4, version=1, workers=[0, 1])
     with pytest.raises(HeaderMismatch, match="magic"):
-        read_headers([[MAGIC + 1, *same[0][1:]]], generation=3, version=1)
+        read_headers([[MAGIC + 1, *same[0][1:]]], generation=3, version=1, workers=[0])
     assert len(header.encode()) == HEADER_SIZE
 
 

@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -381,7 +381,7 @@ class AsksOnly:
     """A connection to three hosts that nobody serves: what a builder asks of it is kept."""
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> Any:
-        self.asked = {**rules.to_json(), "placement": starting_placement(rules, shapes, HOSTS)}
+        self.asked = {**asdict(rules), "placement": starting_placement(rules, shapes, HOSTS)}
         raise ConnectionAbortedError
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,7 @@ def test_a_gpu_is_found_by_its_uuid_whatever_its_place_among_the_visible_ones() 
     assert (first.memory_total, first.memory_used) == (180 * GIB, 4 * GIB)
     assert (first.memory_run, first.memory_other) == (5 * GIB // 2, 3 * GIB // 2)
     assert (second.index, second.uuid, second.memory_run, second.memory_other) == (1, uuid(1), 0, 2 * GIB)
-    assert set(first.to_json()) == DEVICE_KEYS
+    assert set(asdict(first)) == DEVICE_KEYS
 
 
 @pytest.mark.covers("MON-03")
@@ -114,7 +115,7 @@ def test_an_amd_gpu_is_read_from_the_card_with_its_unique_id(tmp_path: Path) -> 
         1700.0,
         900.0,
     )
-    assert set(second.to_json()) == DEVICE_KEYS and set(second.unavailable) == {
+    assert set(asdict(second)) == DEVICE_KEYS and set(second.unavailable) == {
         "memory_run",
         "memory_other",
         "throttle",
@@ -134,7 +135,7 @@ def test_the_cpu_counts_the_ticks_of_the_usable_cores_and_reads_its_sensors(tmp_
     sample = reader.sample(run_bytes=5)
     assert sample.utilisation == pytest.approx(30.0) and sample.temperature_c == 61.5
     assert reader.sample(run_bytes=5).utilisation is None, "no tick has passed"
-    assert set(sample.to_json()) == DEVICE_KEYS
+    assert set(asdict(sample)) == DEVICE_KEYS
 
 
 @pytest.mark.covers("MEM-02", "MON-12")

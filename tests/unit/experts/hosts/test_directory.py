@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+from plans import check_placement
 
 from experts.config import LayerShape
 from experts.hosts import directory as module
@@ -306,7 +307,7 @@ def test_a_host_that_comes_late_while_others_are_lost_begins_anew_with_them() ->
         threading.Event().wait(0.01)
     two, _ = directory.joined_by(gang=1)
     assert two.hosts == two.placement.num_hosts == 2 and "2 of 4 hosts hold all experts" in two.note
-    two.placement.validate([len(SHAPES[0].hidden_E)])
+    check_placement(two.placement, [len(SHAPES[0].hidden_E)])
     assert directory.made[0].joined[-1] == (3, 0) and directory.made[4].joined[-1] == (3, 1)
     directory.starting.set()
 

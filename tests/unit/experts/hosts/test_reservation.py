@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -73,9 +72,8 @@ class Played:
         patch.setattr("ray.nodes", lambda: [{"Resources": node, "Alive": True} for node in NODES])
         patch.setattr("ray.kill", self.killed.append)
         patch.setattr(reservation, "take_turn", lambda name, begin: f"turn of {name}")
-        groups = importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of that name
-        patch.setattr(groups, "placement_group", self._group)
-        patch.setattr(groups, "remove_placement_group", lambda group: self.held.remove(group.name))
+        patch.setattr(reservation, "placement_group", self._group)
+        patch.setattr(reservation, "remove_placement_group", lambda group: self.held.remove(group.name))
         patch.setattr(reservation, "RETRY_S", 0.0)
         patch.setattr(reservation, "GIVE_BACK_S", 0.0)
 

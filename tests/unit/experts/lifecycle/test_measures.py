@@ -9,7 +9,6 @@ from experts.grouped import GroupedExperts, run_expert
 from experts.lifecycle.measures import (
     clusters,
     coactivation,
-    learning_rates,
     output_similarity,
     shared_rows,
     specialisation,
@@ -79,5 +78,3 @@ def test_specialisation_is_0_for_a_generalist_and_1_for_an_expert_of_one_group()
     assert found[3] == 0  # without rows
     everything = specialisation(torch.arange(400) // 4 % 2, group, 2)
     assert everything.tolist() == pytest.approx([0.0, 0.0])
-    assert learning_rates(found)[0] == pytest.approx(0.5)
-    assert learning_rates(found)[3] == 1.0

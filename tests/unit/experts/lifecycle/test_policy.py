@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experts.config import BirthConfig, LifecycleConfig, MergeConfig, PruneConfig
-from experts.lifecycle.policy import LayerStatistics, decide
+from experts.lifecycle.policy import LayerStatistics, decide, merge
 from experts.lifecycle.table import Change, ExpertTable
 
 DOUBTFUL: dict[str, Any] = {"uncertainty": 0.9, "first": 1.0, "lowest": 0.5}
@@ -49,18 +49,6 @@ CASES: dict[str, tuple[dict[str, Any], ExpertTable, LifecycleConfig, list[tuple[
     "idle for long, but one is needed": ({}, table(step=1), config(prune={"idle_steps": 100}), [("prune", (1,))]),
     "not idle for long enough": ({}, table(step=401), config(prune={"idle_steps": 100}), []),
     "never pruned": ({}, table(step=0), config(prune={"idle_steps": None}), []),
-    "twins": ({"similarity": {(0, 2): 0.96}}, table(step=500), config(), [("merge", (0, 2))]),
-    "twins, the busier second": (
-        {"similarity": {(1, 2): 0.96}}, table(step=500), config(), [("merge", (2, 1))]
-    ),
-    "strangers": ({"similarity": {(0, 2): 0.94}}, table(step=500), config(), []),
-    "merges off": ({"similarity": {(0, 2): 1.0}}, table(step=500), config(merge={"similarity": None}), []),
-    "triplets of which two may go, down to two": (
-        {"similarity": {(0, 1): 0.97, (1, 2): 0.99, (0, 2): 0.96}}, table(step=500), config(), [("merge", (2, 1))]
-    ),
-    "a merge of the busiest, and a birth from the next": (
-        {**DOUBTFUL, "similarity": {(0, 1): 0.97}}, table(step=500), config(), [("merge", (0, 1)), ("birth", (2, 3))]
-    ),
     "an idle one goes, and makes room": (
         {**DOUBTFUL, "rows": (9, 5, 7, 1, 0, 1)},
         ExpertTable.start(6, layers=1, slots=6).count_uses([[9, 5, 7, 1, 0, 1]], step=500, least_share=0.0),
@@ -79,9 +67,9 @@ def test_what_is_decided(name: str) -> None:
     given.after(found, step=501)
 
 
-def test_a_merge_is_weighted_by_uses() -> None:
-    (change,) = decided(LayerStatistics(ROWS, similarity={(0, 1): 1.0}), table(step=500), config())
-    assert change.share == 9 / 14
+def test_a_merge_is_weighted_by_uses_and_the_busier_one_survives() -> None:
+    change = merge(table(step=500), 0, 1, 0, "they are alike")
+    assert change.ids == (0, 1) and change.share == 9 / 14
 
 
 @pytest.mark.covers("EXP-13")

@@ -12,7 +12,7 @@ import torch
 
 from experts.config import Key, LayerShape
 from experts.member import checkpoint as module
-from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
+from experts.member.checkpoint import ExpertFiles, await_files, snapshot
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
 from raytrain.config.sections import OptimConfig
@@ -63,12 +63,12 @@ def test_a_checkpoint_has_the_experts_of_its_step_although_training_goes_on(tmp_
     """Written by two hosts while they make the next step, and read by three."""
     run, wrote = RunFolder(str(tmp_path)), [shard_of(host, hosts=2) for host in range(2)]
     before, files = state(*wrote), [ExpertFiles(run.path, host=host) for host in range(2)]
-    snapshots = [ExpertSnapshot.of(shard) for shard in wrote]
+    snapshots = [snapshot(shard) for shard in wrote]
     for shard in wrote:
         step(shard)
     assert not torch.equal(state(*wrote)[(0, 1), "w1.exp_avg"], before[(0, 1), "w1.exp_avg"])
-    for file, snapshot in zip(files, snapshots, strict=True):
-        file.begin(snapshot, step=4)
+    for file, taken in zip(files, snapshots, strict=True):
+        file.begin(taken, step=4)
     folder = run.checkpoint_dir(4)
     described = await_files(folder, 2, lost=lambda: None)
     assert sum(map(len, described["experts"].values())) == EXPERTS + 3
@@ -92,8 +92,8 @@ def test_a_write_begins_once_the_one_before_has_ended(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(module, "write_tensors", slowly)
     files = ExpertFiles(str(tmp_path), host=0)
-    files.begin(ExpertSnapshot.of(shard), step=1)
-    second = threading.Thread(target=files.begin, args=(ExpertSnapshot.of(shard),), kwargs={"step": 2})
+    files.begin(snapshot(shard), step=1)
+    second = threading.Thread(target=files.begin, args=(snapshot(shard),), kwargs={"step": 2})
     second.start()
     second.join(0.1)
     assert second.is_alive() and began == ["step_00000001"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plans import check_placement
 
 from cluster.devices.inventory import Device
 from experts.config import ExpertsConfig, LayerShape
@@ -67,7 +68,7 @@ def test_experts_of_a_lost_host_go_where_the_least_is_to_do_and_the_others_stay(
     equal = [HostSpec(host, 1.0, None) for host in range(3)]
     after = surviving_placement(RULES, [wide, wide], equal, before=before, survivors=order)
     assert after.version == 5 and after.num_hosts == 3
-    after.validate([13, 13])
+    check_placement(after, [13, 13])
     for layer in (0, 1):
         assert all(order[after.home_of(layer, e)] == homes[e] for e in range(13) if e not in five)
         assert sorted(len(after.slots(layer, host)) for host in range(3)) == [4, 4, 5]
@@ -93,7 +94,7 @@ def test_orphans_share_the_room_that_is_left() -> None:
     tight = hosts(2, 4)  # the first orphan fills host 0
     after = surviving_placement(RULES, [shape], tight, before=before, survivors=(0, 1))
     assert [after.home_of(0, expert) for expert in range(5)] == [0, 1, 1, 0, 1]
-    after.validate([5], hosts=tight, costs=costs_of([shape]))
+    check_placement(after, [5], hosts=tight, costs=costs_of([shape]))
 
 
 def test_survivors_without_room_for_an_orphan_place_all_experts_again() -> None:
@@ -101,7 +102,7 @@ def test_survivors_without_room_for_an_orphan_place_all_experts_again() -> None:
     before = Placement(1, 3, (LayerPlacement(((0,), (1,), (1,), (2,)), ((1.0,),) * 4),))
     tight = hosts(3, 2)  # neither can add an expert of two to what it has
     after = surviving_placement(RULES, [uneven], tight, before=before, survivors=(0, 1))
-    after.validate([4], hosts=tight, costs=costs_of([uneven]))
+    check_placement(after, [4], hosts=tight, costs=costs_of([uneven]))
     assert after.home_of(0, 3) in (0, 1)
     with pytest.raises(InputError, match="room for"):
         surviving_placement(RULES, [uneven], hosts(2, 2), before=before, survivors=(0, 1))
