@@ -52,7 +52,6 @@ class PlainLoop:
         self.max_steps, self.warmup, self.done = max_steps, min(100, max_steps // 20), 0
 
     def step(self) -> Tensor:
-        """One optimizer step; returns its loss."""
         self.done += 1
         for group in self.optimizer.param_groups:
             group["lr"] = LR * self.factor(self.done)
@@ -97,13 +96,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def synchronize() -> None:
-    """Wait for a GPU; a CPU computes synchronously."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Run it, wait for the device, and return the seconds."""
     synchronize()
     began = time.perf_counter()
     run()
@@ -129,14 +126,7 @@ class RunLog(SilentReporter):
 
 
 class SessionArm:
-    """A prepared session whose loop runs a block of steps at a time.
-
-    Args:
-        connection: to the processes that hold the experts, see `session_of`.
-
-    Attributes:
-        log: what the loop reports.
-    """
+    """A prepared session whose loop runs a block of steps at a time; `connection` as for `session_of`."""
 
     def __init__(self, job: Mapping[str, Any], *, precision: str = "fp32", connection: Any = None) -> None:
         self.session = session_of(job, connection=connection)
@@ -146,7 +136,6 @@ class SessionArm:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of all logged steps."""
         return self.log.losses
 
     def run(self, steps: int) -> float:
