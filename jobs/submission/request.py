@@ -295,7 +295,7 @@ def _imports(path: Path, package: list[str]) -> Iterator[str]:
     `with` may be missing."""
     left = list[ast.AST]()
     with contextlib.suppress(SyntaxError, ValueError):  # the job says so
-        left = [ast.parse(path.read_bytes())]
+        left.append(ast.parse(path.read_bytes()))
     for node in left:
         yield from imported_names(node, package)
         if not isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.bench.harness.measuring import BenchMeasurement
+from jobs.driver.build import kept_for_backward
 from jobs.driver.local_session import session_of
 from raytrain.execution.reporter import SilentReporter
 
@@ -167,15 +168,6 @@ def restored_threads(threads: int | None = None) -> Iterator[None]:
 
 def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:
     """The bytes that autograd saves for backward in `forward`, without parameters, each storage once."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_for_backward(module.parameters()) as kept:
         _kept_alive = forward()
-    return sum(storage.nbytes() for storage in saved.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
