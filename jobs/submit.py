@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jobs.driver.printing import print_row
 from jobs.driver.progress import clock_text
 from jobs.job.facts import path_from_here
 from jobs.submission.follow import INTERRUPTED, fetch, follow_job, go_on, print_log, say, stop_job
 from jobs.submission.on_cluster import versions
 from jobs.submission.request import (
-    JobRequest,
     check_id,
     check_package,
     check_versions,
@@ -47,19 +47,11 @@ def submit_verb(
     install: bool = False,
     detach: bool = False,
 ) -> int:
-    """Submit a verb, follow it, and return its exit code.
-
-    Ctrl-C before the job is submitted cancels; afterwards see `follow_job`.
+    """Submit a verb, follow it (unless `detach`), and return its exit code. Ctrl-C before the job is submitted cancels.
 
     Args:
         command: the verb itself, which parses its arguments.
-        job_id: ID of the job; by default one is made.
         install: install the versions of packages used here for this job.
-        detach: return 0 once it is submitted.
-
-    Raises:
-        InputError: the input is wrong, or the cluster does not fit; nothing was submitted.
-        RunError: the cluster failed.
     """
     check_id(job_id)
     request = request_of(verb, command, arguments)
@@ -67,8 +59,15 @@ def submit_verb(
     job_id = job_id or f"{request.record['name'] or verb}-{began}-{secrets.token_hex(2)}"
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            server = JobServer(address)
-            env = _checked(request, server, Path(temporary), install=install)
+            server, folder = JobServer(address), Path.cwd()
+            package = pack(folder, Path(temporary) / "working_dir.zip")
+            check_package(request, package, folder)
+            with server.asked("versions") as there:
+                check_versions(versions(), there, install=install)
+            say(package.text)
+            say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}; "
+                "raytrain is carried along")  # fmt: skip
+            env = runtime_environment(working_dir=package.path, install=install)
         except KeyboardInterrupt:
             say("cancelled: nothing was submitted")
             return INTERRUPTED
@@ -86,18 +85,6 @@ def submit_verb(
     return follow_job(server, job_id)
 
 
-def _checked(request: JobRequest, server: JobServer, temporary: Path, *, install: bool) -> dict[str, Any]:
-    """The job's environment, with its files packed in a folder here. Errors: InputError where it does not fit."""
-    folder = Path.cwd()
-    package = pack(folder, temporary / "working_dir.zip")
-    check_package(request, package, folder)
-    with server.asked("versions") as there:
-        check_versions(versions(), there, install=install)
-    say(package.text)
-    say(f"cluster: python {there['python']}, torch {there['torch']}, ray {there['ray']}; raytrain is carried along")
-    return runtime_environment(working_dir=package.path, install=install)
-
-
 def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> int:
     """Print the state of one job, or of all."""
     server = JobServer(address)
@@ -107,21 +94,15 @@ def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> in
     console = console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
     if as_json:
         print(json.dumps(rows if job_id is None else rows[0], indent=2))
-    elif job_id is not None:
-        print_job(rows[0], console)
     elif rows:
-        print_jobs(rows, console)
+        print_jobs(rows, console, in_full=job_id is not None)
     else:
         say(f"no jobs were submitted to {server.address}")
     return 0
 
 
 def row_of(job: JobDetails, *, now: float) -> dict[str, Any]:
-    """A job as `submit status --json` prints it.
-
-    Args:
-        now: unix seconds; a job that runs has taken its time until then.
-    """
+    """A job as `submit status --json` prints it; one that runs has taken its time until `now`, in unix seconds."""
     began, ended = (None if ms is None else ms / 1000 for ms in (job.start_time or None, job.end_time or None))
     return {
         "id": job.submission_id,
@@ -136,40 +117,25 @@ def row_of(job: JobDetails, *, now: float) -> dict[str, Any]:
     }
 
 
-def print_jobs(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print a line for each job; only an ID that is too long for the terminal takes more."""
+def print_jobs(rows: Sequence[dict[str, Any]], console: Console, *, in_full: bool = False) -> None:
+    """Print a line for each job; only an ID that is too long for the terminal takes more. With `in_full` also where its
+    runs are, its command, and what Ray says."""
     table = Table(box=None, pad_edge=False)
     table.add_column("ID", overflow="fold")
     for name in ("verb", "status", "exit", "started", "took"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("exit", "took") else "left")
     for row in rows:
-        table.add_row(*_cells(row, started="%m-%d %H:%M", no_verb="-").values())
+        table.add_row(
+            Text(row["id"]), row["verb"] or "-", Text(row["status"], style=COLOURS.get(row["status"], "")),
+            "" if row["exit_code"] is None else str(row["exit_code"]),
+            "" if row["started"] is None else time.strftime("%m-%d %H:%M", time.localtime(row["started"])),
+            "" if row["seconds"] is None else clock_text(row["seconds"]),
+        )  # fmt: skip
     console.print(table)
-
-
-def print_job(row: dict[str, Any], console: Console) -> None:
-    """Print all that is known of one job, a line for each fact."""
-    facts = _cells(row, started="%Y-%m-%d %H:%M:%S")
-    facts |= {"save.dir": row["save_dir"] or "", "command": row["entrypoint"], "message": row["message"].strip()}
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value:
-            table.add_row(name, value)
-    console.print(table)
-
-
-def _cells(row: dict[str, Any], *, started: str, no_verb: str = "") -> dict[str, str | Text]:
-    """What the table and the list of facts have in common, by their names there."""
-    return {
-        "ID": Text(row["id"]),
-        "verb": row["verb"] or no_verb,
-        "status": Text(row["status"], style=COLOURS.get(row["status"], "")),
-        "exit": "" if row["exit_code"] is None else str(row["exit_code"]),
-        "started": "" if row["started"] is None else time.strftime(started, time.localtime(row["started"])),
-        "took": "" if row["seconds"] is None else clock_text(row["seconds"]),
-    }
+    for row in rows if in_full else ():
+        for name, key in (("save.dir", "save_dir"), ("command", "entrypoint"), ("message", "message")):
+            if row[key]:
+                print_row(console, f"{name:<9}", row[key].strip())
 
 
 def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
@@ -183,12 +149,7 @@ def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
 
 
 def stop_verb(job_id: str, *, address: str | None) -> int:
-    """Ask a job to save and stop, wait for it, and only then ask Ray to stop it.
-
-    Raises:
-        InputError: the job has ended already.
-        RunError: it did not end, even killed by Ray.
-    """
+    """Ask a job to save and stop, wait for it, and only then ask Ray to stop it."""
     try:
         job = stop_job(JobServer(address), job_id)
     except KeyboardInterrupt:

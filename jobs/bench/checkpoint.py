@@ -51,19 +51,14 @@ def run(options: CheckpointOptions, found: BenchMeasurement) -> None:
             _measure(found, options, millions, folder=folder)
 
 
-def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:
-    """A perceptron of about `millions` million parameters: three layers of one width."""
+def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
+    """Both kinds save the same session in turn: a perceptron of three layers, of about `millions` million weights."""
     width = max(8, round(math.sqrt(millions * 1e6 / 2)))
-    return job_of(
+    arm = SessionArm(job_of(
         options, perceptron_model(width, classes=CLASSES),
         draw_rows(4 * options.batch, FEATURES, classes=CLASSES, seed=options.seed), name=f"{millions:g}m",
         loop={"global_batch_size": options.batch, "log_every": 0}, threads=options.thread_count, save={"dir": folder},
-    )  # fmt: skip
-
-
-def _measure(found: BenchMeasurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
-    """Both kinds save the same session in turn."""
-    arm = SessionArm(_job(options, millions, folder=folder))
+    ))  # fmt: skip
     arm.run(3)  # the first step creates AdamW's moments
     runs = {kind: RunFolder.create(folder, f"{millions:g}m-{kind}") for kind in KINDS}
     savers: dict[str, Any] = {

@@ -54,12 +54,7 @@ class ClaimsOptions(TextOptions):
 
 
 def run(options: ClaimsOptions, found: BenchMeasurement) -> None:
-    """Measure the parts; see `ClaimsOptions`.
-
-    Raises:
-        InputError: rows not divisible by `accumulation`.
-        RunError: a process failed.
-    """
+    """Measure the parts; see `ClaimsOptions`."""
     if options.rows % options.accumulation:
         raise InputError("rows", got=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
     found.block = "seconds of a step, a pass or a block, by part"

@@ -71,7 +71,6 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Of the preparation and all parts."""
         return self.preparation + float(self.parts.sum())
 
 
@@ -95,7 +94,6 @@ class Perceptron:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step."""
         return [float(loss) for loss in self._losses]
 
 

@@ -82,8 +82,7 @@ def measure_memory(options: Any, found: BenchMeasurement) -> None:
 
 
 def serve_peak(settings: dict[str, Any], rank: int) -> None:
-    """A process of `measure_memory`: answers with the "floor" after steps of one row, the "peak" of the last steps and
-    their "losses"."""
+    """A process of `measure_memory`: its memory after steps of one row, and in the last steps."""
     torch.set_num_threads(settings["threads"])
     arm = SessionArm(settings["job"], precision=settings["precision"])
     batches = arm.session.loader.batches

@@ -92,11 +92,7 @@ def scores(matrix: Sequence[Sequence[float]], untrained: Sequence[float]) -> Sco
 
 
 def run(options: ContinualOptions, found: BenchMeasurement) -> None:
-    """Train every arm on every suite with each seed; see `ContinualOptions`.
-
-    Raises:
-        InputError: more split tasks than pairs of classes, or too few rows.
-    """
+    """Train every arm on every suite with each seed; see `ContinualOptions`."""
     found.block = "the accuracy after the last task"
     found.unit = ""
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -183,11 +179,7 @@ def draw_images(seed: int, *, rows: int = 6000) -> Batch:
 
 def tasks_of(suite: Suite, images: Batch, options: ContinualOptions, *, seed: int) -> list[Task]:
     """The tasks of a suite. permuted: the pixels of each task in an order of its own, the first in theirs. split: two
-    classes a task. rotating: each task is turned further, up to a half turn in all.
-
-    Raises:
-        InputError: more split tasks than pairs of classes, or too few images.
-    """
+    classes a task. rotating: each task is turned further, up to a half turn in all."""
     draw = torch.Generator().manual_seed(1000 + seed)
     number, held = options.tasks, options.test_rows
     if suite == "split" and 2 * number > CLASSES:
@@ -270,8 +262,6 @@ class ReplayLoss:
         self.kept, self.step = Reservoir(limit, seed), 0
 
     def wrap(self, loss: Loss) -> Loss:
-        """Add the replay."""
-
         def replayed(module: nn.Module, batch: Batch) -> LossOutput:
             plain = loss(module, batch)
             if not module.training:
@@ -294,12 +284,7 @@ class ReplayLoss:
 def learn_tasks(
     arm: str, tasks: Sequence[Task], options: ContinualOptions, *, seed: int, experts: list[int] | None
 ) -> dict[str, Any]:
-    """Train an arm on the tasks in turn: {"matrix", "untrained" accuracies, "experts" of each layer at the end,
-    "kept_bytes", "replayed" rows, "sleep_s"}.
-
-    Args:
-        experts: of each layer, for the fixed mixture.
-    """
+    """Train an arm on the tasks in turn; `experts` of each layer are those of the fixed mixture."""
     sections = sections_of(arm, options, experts=max(experts or [START]))
     importance: Kept = []
     replay = ReplayLoss(options.memory, seed)

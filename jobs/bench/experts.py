@@ -87,12 +87,7 @@ ALONE, REMOTE, COLOCATED = ExpertsLayout(0), ExpertsLayout(1, 2), ExpertsLayout(
 
 
 def run(options: ExpertsOptions, found: BenchMeasurement) -> None:
-    """Measure the exchange by layout.
-
-    Raises:
-        InputError: an invalid layout, more holders than experts, or tokens that are not divisible by the workers.
-        RunError: a process died.
-    """
+    """Measure the exchange by layout; see `ExpertsOptions`."""
     layouts = [ALONE, *_layouts(options)]
     found.block = "seconds of one forward and backward pass"
     found.values["exchange"] = {}
@@ -121,7 +116,6 @@ def _layouts(options: ExpertsOptions) -> list[ExpertsLayout]:
 
 
 def _start(arms: Arms, layout: ExpertsLayout, options: ExpertsOptions) -> ArmProcesses:
-    """The processes of one layout; each has one thread, except a single process."""
     name = str(layout).replace(" ", "")
     section = {"num_experts": options.experts, "top_k": options.top_k, "balance": "bias"}
     model = {"width": options.width, "layers": 1}
@@ -222,11 +216,9 @@ class FileConnection:
     settings: dict[str, Any]
     rank: int
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
-        """Join the group of all processes."""
         membership = Membership(
             generation=1, rank=self.rank, workers=self.settings["workers"],
             placement=first_placement(self.settings, shapes, rules), run_path="unused",
@@ -285,7 +277,7 @@ class LayerRunner:
         self.x, self.grad = x_TD[part].clone().requires_grad_(), grad_TD[part].clone()
         self.client: Any = None
         if settings["workers"]:
-            trainable = Trainable(torch.nn.ModuleList([self.layer]), loss=_no_loss)
+            trainable = Trainable(torch.nn.ModuleList([self.layer]), loss=lambda module, batch: module(batch))  # unused
             trainable.interval_log = LoadLog(LoadTracker([self.layer.router]))
             hand_over(trainable, ExpertsConfig().connected(FileConnection(settings, rank)))
             assert isinstance(self.layer.experts, RemoteExperts)
@@ -324,10 +316,6 @@ def balance(layer: MoELayer, x_TD: Tensor) -> list[int]:
         router(x_TD.unsqueeze(0))
         router.commit(router.pending_counts.clone(), skipped=False)
     return router(x_TD.unsqueeze(0)).counts_E.tolist()
-
-
-def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
-    raise AssertionError("the bench calls the layer")
 
 
 def run_layer(settings: dict[str, Any], rank: int) -> None:

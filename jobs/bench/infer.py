@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -67,11 +66,7 @@ class InferOptions(GptOptions):
 
 
 def run(options: InferOptions, found: BenchMeasurement) -> None:
-    """Measure; see `InferOptions`.
-
-    Raises:
-        RunError: Ray did not start.
-    """
+    """Measure; see `InferOptions`."""
     found.block = "CPU seconds of a token, for stages seconds of all batches"
     if "batches" in options.parts:
         with restored_threads(options.thread_count):
@@ -100,7 +95,13 @@ def _measure_batches(options: InferOptions, found: BenchMeasurement) -> None:
     else:
         copy = transformers_gpt2(module)
         arms["transformers"] = lambda prompts: greedy_answers(copy, None, prompts, sampling=sampling, numbers=())
-    if not _agree(options, found, arms):
+    prompts = prompts_of(options, max(options.batches))
+    single_rows = [arms["ours"]([prompt])[0] for prompt in prompts]
+    for name, answer in arms.items():
+        wrong = sum(a != b for a, b in zip(answer(prompts), single_rows, strict=True))
+        detail = f"{len(prompts) - wrong} of {len(prompts)} answers are equal"
+        found.gate(Check(f"{name}, in a batch: the tokens of single rows", not wrong, detail))
+    if not found.passed:
         return
     blocks = {
         f"{name}, batch {rows}": partial(_per_token, answer, prompts_of(options, rows), options.tokens)
@@ -124,18 +125,6 @@ def prompts_of(options: InferOptions, rows: int) -> list[list[int]]:
     draw = torch.Generator().manual_seed(options.seed)
     lengths = torch.randint(max(1, options.prompt // 2), options.prompt + 1, (rows,), generator=draw).tolist()
     return [torch.randint(VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
-
-
-def _agree(options: InferOptions, found: BenchMeasurement, arms: Mapping[str, Answering]) -> bool:
-    """Whether every arm gives the same tokens in batches as ours does row by row."""
-    prompts = prompts_of(options, max(options.batches))
-    single = [arms["ours"]([prompt])[0] for prompt in prompts]
-    equal = True
-    for name, answer in arms.items():
-        wrong = sum(a != b for a, b in zip(answer(prompts), single, strict=True))
-        detail = f"{len(prompts) - wrong} of {len(prompts)} answers are equal"
-        equal &= found.gate(Check(f"{name}, in a batch: the tokens of single rows", not wrong, detail))
-    return equal
 
 
 def _per_token(answer: Answering, prompts: list[list[int]], tokens: int) -> float:
@@ -191,7 +180,13 @@ def _measure_stages(options: InferOptions, found: BenchMeasurement) -> None:
         restored_threads(1),
         torch.inference_mode(),
     ):
-        model, whole = _stored_gpt(options, Path(folder))
+        sizes = {"layers": options.stage_layers, "heads": options.heads, "width": options.stage_width,
+                 "context": options.stage_tokens, "vocab_size": VOCABULARY}  # fmt: skip
+        whole = seeded_gpt(**sizes, seed=options.seed).module.eval()
+        weights = f"{folder}/model.safetensors"
+        export_weights(whole.state_dict(), weights)
+        keys = {"builder": "raytrain.models.gpt:gpt", "init_from": weights, **sizes}
+        model = InferenceModel(ModelConfig.model_validate(keys))
         split = StageSplit(plan_stages(parts_of(skeleton_of(model)), STAGES), len(batches))
         work = Work(model, InferConfig(), InputRows.at([]), folder, 1, 0, 1, split=split)
         pipeline = remote_pipeline(work, cpus=1, gpus=0)
@@ -216,17 +211,6 @@ def _measure_stages(options: InferOptions, found: BenchMeasurement) -> None:
     for name, goal in ((one, None), (every, GOAL_STAGES)):
         label = f"seconds, whole model in one process / {name}"
         found.compare(times, of=whole_model, to=name, name=label, goal=goal)
-
-
-def _stored_gpt(options: InferOptions, folder: Path) -> tuple[InferenceModel, nn.Module]:
-    """The model with weights in a file, and itself whole."""
-    sizes = {"layers": options.stage_layers, "heads": options.heads, "width": options.stage_width,
-             "context": options.stage_tokens, "vocab_size": VOCABULARY}  # fmt: skip
-    module = seeded_gpt(**sizes, seed=options.seed).module.eval()
-    path = str(folder / "model.safetensors")
-    export_weights(module.state_dict(), path)
-    keys = {"builder": "raytrain.models.gpt:gpt", "init_from": path, **sizes}
-    return InferenceModel(ModelConfig.model_validate(keys)), module
 
 
 def _logits(module: nn.Module, batch: Tensor) -> Tensor:

@@ -37,11 +37,7 @@ class LifecycleOptions(MoeOptions):
 
 
 def run(options: LifecycleOptions, found: BenchMeasurement) -> None:
-    """Measure; see `LifecycleOptions`.
-
-    Raises:
-        RunError: a process died.
-    """
+    """Measure; see `LifecycleOptions`."""
     found.block = f"seconds per step, the mean of {options.block_steps}"
     with Arms() as arms, restored_threads(1):
         number = max(options.steps, (2 + options.blocks) * options.block_steps)

@@ -47,7 +47,6 @@ class StepOptions(TextOptions):
 
     @property
     def total_steps(self) -> int:
-        """Steps of each arm in all blocks."""
         return (self.dropped + self.blocks) * self.block_steps
 
     def threads_of(self, world_size: int) -> int:
@@ -62,12 +61,7 @@ class LoopOptions(StepOptions):
 
 
 def run(options: LoopOptions, found: BenchMeasurement) -> None:
-    """Measure each world size; see `LoopOptions`.
-
-    Raises:
-        InputError: a block does not end with a logged row, or the batch is not divisible by the workers.
-        RunError: an arm died.
-    """
+    """Measure each world size; see `LoopOptions`."""
     check_blocks(options, workers=options.workers)
     found.block = f"seconds per step, the mean of {options.block_steps} steps"
     for world_size in options.workers:
@@ -141,7 +135,6 @@ def start_run(arms: Arms, arm: str, job: dict[str, Any]) -> ArmProcesses:
 
 
 def train_run(job: dict[str, Any], _rank: int) -> None:
-    """The process of our run."""
     from jobs.train import train  # here and not above: a process of the plain loop does without
 
     train(job, quiet=True)
@@ -163,11 +156,8 @@ def start_script(
 
 
 class TrainingBlocks:
-    """Arms that train so many steps on request, in alternating blocks, once all arms are ready.
-
-    Attributes:
-        losses: the logged losses of each arm, of all blocks so far.
-    """
+    """Arms that train so many steps on request, in alternating blocks, once all are ready; `losses` are the logged ones
+    of each, of all blocks so far."""
 
     def __init__(self, arms: Arms, asks: Mapping[str, Callable[..., dict[str, Any]]], steps: int) -> None:
         self.losses: dict[str, list[float]] = {name: [] for name in asks}
@@ -193,7 +183,6 @@ class BlockObserver:
 
     @property
     def over(self) -> bool:
-        """There are no more blocks."""
         return self._connection is not None and self._connection.closed
 
     def event(self, row: dict[str, Any]) -> None:
@@ -202,7 +191,6 @@ class BlockObserver:
             self.begin()
 
     def begin(self) -> None:
-        """Connect, and wait for the first block."""
         self._connection = connect()
         self._wait(self._connection)
 
@@ -244,7 +232,6 @@ def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Ite
 
 
 def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of the next token."""
     return model(input_ids=batch[0], labels=batch[1])["loss"]
 
 

@@ -48,27 +48,16 @@ class LrOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class Advice:
-    """Learning rates read from a curve; None if the curve does not show one.
+    """Learning rates read from a curve; None if the curve does not show one."""
 
-    Attributes:
-        steepest: where the smoothed loss falls fastest. lowest: where it is lowest.
-        diverged: where the test stopped.
-        suggested: `steepest`, but at most a tenth of `diverged`.
-    """
-
-    steepest: float | None
-    lowest: float | None
-    diverged: float | None
-    suggested: float | None
+    steepest: float | None  # where the smoothed loss falls fastest
+    lowest: float | None  # where it is lowest
+    diverged: float | None  # where the test stopped
+    suggested: float | None  # `steepest`, but at most a tenth of `diverged`
 
 
 def run(options: LrOptions, found: BenchMeasurement) -> None:
-    """Train on the ramp; see `LrOptions`.
-
-    Raises:
-        InputError: an invalid job, or `lowest` is not below `highest`.
-        RunError: the loss was not finite in the first steps.
-    """
+    """Train on the ramp; see `LrOptions`."""
     if options.lowest >= options.highest:
         raise InputError("lowest", got=str(options.lowest), expected=f"below highest, {options.highest}")
     found.block = "one step of the ramp"
@@ -161,7 +150,6 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def advise(rates: Sequence[float], smooth: Sequence[float], *, diverged: float | None) -> Advice:
-    """The advice from a curve of smoothed losses over rising rates."""
     bottom = min(range(len(smooth)), key=lambda index: smooth[index])
     begin = min(int(SETTLING * len(smooth)), bottom)
     slopes = {
@@ -176,7 +164,6 @@ def advise(rates: Sequence[float], smooth: Sequence[float], *, diverged: float |
 
 
 def advice_lines(advice: Advice, optim: OptimConfig, options: LrOptions) -> list[str]:
-    """The printed advice."""
     if advice.suggested is None:
         return [f"no advice: the loss did not fall between {options.lowest:g} and {options.highest:g}"]
     ends = (
@@ -193,11 +180,11 @@ def curve_spec(
     name: str, rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], *, advice: Advice, own: float
 ) -> dict[str, Any]:
     """The plot: loss over learning rate, with marks at the suggested rate and the job's rate."""
-    marks = [
-        {"x": at, "y": smooth[nearest(rates, at)], "text": f"{label} {at:.2g}"}
-        for label, at in (("suggested", advice.suggested), ("the job's", own))
-        if at is not None and rates and rates[0] <= at <= rates[-1]
-    ]
+    marks = []
+    for label, at in (("suggested", advice.suggested), ("the job's", own)):
+        if at is not None and rates[0] <= at <= rates[-1]:
+            nearest = min(range(len(rates)), key=lambda index, at=at: abs(math.log(rates[index] / at)))
+            marks.append({"x": at, "y": smooth[nearest], "text": f"{label} {at:.2g}"})
     series = [
         {"label": "train", "x": list(rates), "y": list(losses), "faint": True},
         {"label": "smoothed", "x": list(rates), "y": list(smooth)},
@@ -207,8 +194,3 @@ def curve_spec(
     panel = {"title": "Loss", "x_label": "learning rate", "y_label": "loss", "kind": "line", "series": series,
              "marks": marks, "shown": shown}  # fmt: skip
     return {"title": f"{name}: learning-rate range test", "panels": [panel]}
-
-
-def nearest(rates: Sequence[float], at: float) -> int:
-    """The index of the rate whose logarithm is nearest to that of `at`."""
-    return min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / at)))

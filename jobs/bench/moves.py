@@ -57,11 +57,7 @@ class MovesOptions(MoeOptions):
 
 
 def run(options: MovesOptions, found: BenchMeasurement) -> None:
-    """Measure; see `MovesOptions`.
-
-    Raises:
-        RunError: a process died.
-    """
+    """Measure; see `MovesOptions`."""
     found.block = f"seconds per step, the mean of {options.block_steps}"
     reports: dict[str, list[dict[str, Any]]] = {ROUND_ROBIN: [], MOVING: []}
     with Arms() as started:
@@ -162,7 +158,6 @@ class ExpertsTrainer:
         self.session.full_module()
 
     def _run_block(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Train a block; returns the seconds of each step, the losses and the events."""
         self._arm.log.events.clear()
         self._arm.losses.clear()
         times = []

@@ -43,12 +43,7 @@ PEERS = ("lightning", "accelerate")
 
 
 def run(options: StepOptions, found: BenchMeasurement) -> None:
-    """Measure the peers that are installed; see `StepOptions`.
-
-    Raises:
-        InputError: a block does not end with a logged row.
-        RunError: an arm died.
-    """
+    """Measure the peers that are installed; see `StepOptions`."""
     check_blocks(options, workers=[1])
     found.block = f"seconds per step, the mean of {options.block_steps}"
     installed = [peer for peer in PEERS if importlib.util.find_spec(peer) is not None]
@@ -107,7 +102,6 @@ def _peer_loop(settings: dict[str, Any]) -> PlainLoop:
 
 
 def accelerate(settings: dict[str, Any], _rank: int) -> None:
-    """Accelerate's loop."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     loop, observer = _peer_loop(settings), StepObserver()
@@ -126,7 +120,6 @@ def accelerate(settings: dict[str, Any], _rank: int) -> None:
 
 
 def lightning(settings: dict[str, Any], _rank: int) -> None:
-    """Lightning's loop."""
     import lightning as L  # pyright: ignore[reportMissingImports]
 
     loop, observer = _peer_loop(settings), StepObserver()

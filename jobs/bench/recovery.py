@@ -48,11 +48,7 @@ class RecoveryOptions(BenchOptions):
 
 
 def run(options: RecoveryOptions, found: BenchMeasurement) -> None:
-    """Measure; see `RecoveryOptions`.
-
-    Raises:
-        RunError: the run ended, or did not recover in time.
-    """
+    """Measure; see `RecoveryOptions`."""
     found.block = "seconds from the kill to the next committed step"
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
         command = RecoveryCommand(options, Path(folder))
@@ -97,11 +93,9 @@ class RecoveryCommand:
 
     @property
     def run(self) -> RunFolder:
-        """The folder of the run."""
         return RunFolder.open(str(self._latest))
 
     def await_step(self, step: int) -> None:
-        """Wait until this step is logged."""
         self._until(lambda: self._latest.exists() and self._step() >= step, f"step {step}")
 
     def survive(self, kind: str) -> float:

@@ -7,7 +7,6 @@ same units go to one actor of the pool, and to two. Both need a machine with two
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -28,7 +27,7 @@ from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job,
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
 from raytrain.errors import InputError
-from raytrain.infer.input import InputRows, Unit, units_of
+from raytrain.infer.input import InputRows, units_of
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.output import part_name
 from raytrain.infer.ray_data import run_units
@@ -61,12 +60,7 @@ class ScalingOptions(StepOptions):
 
 
 def run(options: ScalingOptions, found: BenchMeasurement) -> None:
-    """Measure; see `ScalingOptions`.
-
-    Raises:
-        InputError: a block does not end with a logged row, or the rows are not divisible by two.
-        RunError: Ray did not start, or a run ended early.
-    """
+    """Measure; see `ScalingOptions`."""
     check_blocks(options, workers=[2])
     if 2 * options.samples % options.unit_rows:
         raise InputError("samples", got=str(options.samples), expected="whole units for two workers")
@@ -118,13 +112,7 @@ def _measure_inference(options: ScalingOptions, found: BenchMeasurement) -> None
 
 
 class PoolJobs:
-    """Answers the same prompts again and again with actors of the pool, each time into a folder of its own.
-
-    Attributes:
-        rows: prompts of a job, answered in units of one batch by a GPT with the sizes of the options.
-        answers: the distinct answers of all jobs: one, if they are the same.
-        rows_by_worker: of each job its number of workers, and the rows that each of them answered.
-    """
+    """Answers the same prompts again and again with actors of the pool, each time into a folder of its own."""
 
     def __init__(self, options: ScalingOptions, folder: Path) -> None:
         self.rows, self._folder, self._numbers = 2 * options.samples, folder, count()
@@ -138,8 +126,8 @@ class PoolJobs:
         prompts, config = InputRows.at([str(folder / "prompts.parquet")]), InferConfig(max_new_tokens=options.answer)
         self._work = Work(model, config, prompts, "", options.unit_rows, 0, 1)
         self._units = units_of(self.rows, options.unit_rows)
-        self.answers: set[tuple[Any, ...]] = set()
-        self.rows_by_worker: list[tuple[int, dict[str, int]]] = []
+        self.answers: set[tuple[Any, ...]] = set()  # the distinct ones of all jobs: one, if they are the same
+        self.rows_by_worker: list[tuple[int, dict[str, int]]] = []  # of each job: (workers, rows of each)
 
     def run(self, workers: int) -> float:
         """Seconds of one job from the begin of its first unit to the end of the last one, as `summary.json` has them:
@@ -148,17 +136,13 @@ class PoolJobs:
         parts.mkdir()
         work = replace(self._work, parts=str(parts))
         reports = list(run_units(work, self._units, workers=workers, at_once=workers, cpus=1, gpus=0))
-        self.answers.add(tuple(_answers(parts, self._units)))
+        tables = (parquet.read_table(parts / part_name(unit.number)) for unit in self._units)
+        self.answers.add(tuple(answer for table in tables for answer in table["prediction"].to_pylist()))
         rows: Counter[str] = Counter()
         for report in reports:
             rows[report.worker] += report.rows
         self.rows_by_worker.append((workers, dict(rows)))
         return max(report.end for report in reports) - min(report.begin for report in reports)
-
-
-def _answers(parts: Path, units: Sequence[Unit]) -> Iterator[Any]:
-    for unit in units:
-        yield from parquet.read_table(parts / part_name(unit.number))["prediction"].to_pylist()
 
 
 def _compare(found: BenchMeasurement, times: dict[str, list[float]], *, what: str) -> None:

@@ -42,11 +42,7 @@ class StartupOptions(TextOptions):
 
 
 def run(options: StartupOptions, found: BenchMeasurement) -> None:
-    """Measure; see `StartupOptions`.
-
-    Raises:
-        RunError: a command failed.
-    """
+    """Measure; see `StartupOptions`."""
     found.block = "seconds to the end of the first step"
     machines: list[float] = []
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
@@ -91,11 +87,7 @@ def _commands(options: StartupOptions, place: Path) -> dict[str, list[str]]:
 
 
 def _checked(place: Path, machines: list[float]) -> float:
-    """Seconds of `raytrain check`; appends those of its machine part.
-
-    Raises:
-        RunError: a check failed.
-    """
+    """Seconds of `raytrain check`; appends those of its machine part."""
     began = time.time()
     command = [sys.executable, "-m", "jobs", "check", "--json", f"save.dir={place / 'checked'}"]
     said = run_command(command, timeout_s=TIMEOUT_S)
@@ -105,11 +97,7 @@ def _checked(place: Path, machines: list[float]) -> float:
 
 
 def _first_step(command: list[str], note: Path) -> float:
-    """Seconds from the start of a command to the end of its first step.
-
-    Raises:
-        RunError: it failed, or took no step.
-    """
+    """Seconds from the start of a command to the end of its first step. Errors: RunError, it took none."""
     note.unlink(missing_ok=True)
     began = time.time()
     run_command(command, timeout_s=TIMEOUT_S, environment={NOTE: str(note)})

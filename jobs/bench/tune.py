@@ -55,11 +55,7 @@ class TuneOptions(BenchOptions):
 
 
 def run(options: TuneOptions, found: BenchMeasurement) -> None:
-    """Measure the wide and the narrow model, then the injected ceilings; see `TuneOptions`.
-
-    Raises:
-        InputError: rows that are not a power of two, or a ceiling at a size that is not searched.
-    """
+    """Measure the wide and the narrow model, then the injected ceilings; see `TuneOptions`."""
     if options.rows & (options.rows - 1):
         raise InputError("rows", got=str(options.rows), expected="a power of two")
     smaller = sizes_free(options.rows, 1)[:-1]
@@ -77,13 +73,7 @@ def run(options: TuneOptions, found: BenchMeasurement) -> None:
 
 
 class SearchedModel:
-    """One GPT, and the searches over the same sizes that are compared, all on one session in this process.
-
-    Attributes:
-        sizes, points: the candidate sizes, and those in each precision.
-        decisions, searches: of every search that was compared.
-        passes: of each point of the grid, the seconds of its passes and of its updates, of all repetitions.
-    """
+    """One GPT, and the searches over the same sizes that are compared, all on one session in this process."""
 
     def __init__(self, options: TuneOptions, width: int) -> None:
         self.name, self.width, self.sizes = f"gpt {width}", width, sizes_free(options.rows, 1)
@@ -94,10 +84,9 @@ class SearchedModel:
         self.points = [Candidate(precision, size) for precision in PRECISIONS for size in self.sizes]
         self.decisions: list[BatchDecision] = []
         self.searches: list[SearchResults] = []
-        self.passes: dict[Candidate, tuple[list[float], list[float]]] = {}
+        self.passes: dict[Candidate, tuple[list[float], list[float]]] = {}  # seconds of passes and updates, in the grid
 
     def measure(self, point: Candidate, *, passes: int, with_memory: bool = False) -> Measurement:
-        """Measure one point, without a budget."""
         return self.probe.measure(point, budget=None, passes=passes, with_memory=with_memory)
 
     def run_grid(self) -> None:
@@ -121,13 +110,11 @@ class SearchedModel:
         return BatchSpace(tuple(precisions), self.sizes, self.sizes[-1], budget)
 
     def run_search(self) -> None:
-        """Run our search over both precisions."""
         decision, results = self.search(PRECISIONS, budget=self.budget)
         self.decisions.append(decision)
         self.searches.append(results)
 
     def search(self, precisions: Sequence[str], *, budget: int | None) -> tuple[BatchDecision, SearchResults]:
-        """Our search, without prior measurements."""
         space, results = self._space(precisions, budget=budget), SearchResults()
         while proposals := next_proposals(space, results):
             results.add(self.probe.run_proposal(proposals[0], budget=budget))
@@ -139,7 +126,6 @@ class SearchedModel:
         return {size: one.peak_bytes or 0 for size, one in found.items()}
 
     def weights_hash(self) -> str:
-        """Of all parameters."""
         total = hashlib.sha256()
         for parameter in self.session.trainable.module.parameters():
             total.update(parameter.detach().cpu().numpy().tobytes())

@@ -36,34 +36,20 @@ CONNECTING = {"local": "starting Ray", "connected": "looking at the Ray that thi
 
 
 class RunAttempts:
-    """Trains a job on one connection to Ray after the other.
-
-    Args:
-        planner: plans the job and opens the run folder.
-        signals: stops the run.
-
-    Attributes:
-        opened: the run folder; None before it is open.
-        result: how the run ended.
-        closed: the same as written to the run folder, if that was done before Ray was shut down.
-    """
+    """Trains a job on one connection to Ray after the other."""
 
     def __init__(self, planner: RunPlanner, signals: StopSignals) -> None:
         self.opened: OpenRun | None = None
-        self.result = AttemptResult("interrupted", "interrupted before the first step")
-        self.closed: Result | None = None
+        self.result = AttemptResult("interrupted", "interrupted before the first step")  # how the run ended
+        self.closed: Result | None = None  # that as written to the run folder, if it was before Ray was shut down
         self._planner, self._signals = planner, signals
         self._spec, self._console = planner.spec, planner.console
         self._address = cluster_address(self._spec.cluster.address)
         self._workers: Resolved | None = None  # another number of workers, with which the next connection continues
 
     def run(self) -> None:
-        """Train until the run ends or is stopped, and set `result`.
-
-        Raises:
-            RaytrainError: it failed before the run folder was made.
-            Interrupted: it was stopped before that.
-        """
+        """Train until the run ends or is stopped, and set `result`; what ends it before there is a run folder is
+        raised."""
         try:
             self._run()
         except KeyboardInterrupt:  # includes `Interrupted`; what the workers returned before it stays the result
@@ -119,8 +105,10 @@ class RunAttempts:
                     activity.begin(f"planning for {counted(self._workers.value, 'worker')}")
                     self.opened = self._planner.change_workers(self.opened, inventory_from_ray(), self._workers)
                     self._workers = None
-                if not cluster.local:
-                    self._show_dashboard(self.opened)
+                if not cluster.local and (url := dashboard_url()) is not None:  # the cluster itself is watched there
+                    print_line(self._console, f"{'watch':<10}{url} (Ray's dashboard)")
+                    row = event("dashboard", url=url, reason=f"Ray's dashboard is at {url}")
+                    self.opened.run.append_event(row)
                 activity.begin("preparing the workers' job")
                 from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment of `connected`
 
@@ -132,27 +120,13 @@ class RunAttempts:
                 if self._address != "connected":  # Ray is the caller's, and goes on
                     activity.begin("stopping Ray" if cluster.local else "disconnecting from Ray")
 
-    def _show_dashboard(self, opened: OpenRun) -> None:
-        """Where the cluster itself is watched, beside the report of the run."""
-        if (url := dashboard_url()) is not None:
-            print_line(self._console, f"{'watch':<10}{url} (Ray's dashboard)")
-            opened.run.append_event(event("dashboard", url=url, reason=f"Ray's dashboard is at {url}"))
-
 
 def next_attempt(
     opened: OpenRun, error: ClusterLost | ResourcesTaken, *, retry: RetryConfig, fallback: bool
 ) -> OpenRun:
-    """The run with the number of its next attempt, whose workers a new connection to Ray starts.
-
-    Workers of the old connection that are still alive stop before they write.
-
-    Args:
-        error: why the attempt before has ended.
-        retry, fallback: the `retry` section and `precision.fallback`.
-
-    Raises:
-        RunError: the rules end the run, or another command has taken it over.
-    """
+    """The run with the number of its next attempt, whose workers a new connection to Ray starts after this error; those
+    of the old one that are still alive stop before they write. Errors: RunError, the rules end the run, or another
+    command has taken it over."""
     from raytrain.execution.recovery import decide, origins
     from raytrain.runs.faults import lost_cluster, read_faults, write_fault
 
@@ -172,11 +146,7 @@ def next_attempt(
 
 def debugged(planner: RunPlanner, signals: StopSignals) -> tuple[OpenRun, AttemptResult]:
     """`train --debug`: train in this process, where a debugger has the terminal; returns the run and how it ended.
-    A failure is not tried again.
-
-    Args:
-        signals: the first one saves and stops the run as usual, unless the debugger has taken Ctrl-C for itself.
-    """
+    A failure is not tried again. The first signal saves and stops the run, unless the debugger has taken Ctrl-C."""
     opened = planner.open_here()
     from jobs.driver.check_job import train_job  # imports torch
     from raytrain.execution.worker import Worker

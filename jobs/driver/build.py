@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,27 @@ class PassSizes:
 
 
 def sizes_of_pass(trainable: Trainable, batch: Batch, *, rows: int, counts: Mapping[str, int]) -> PassSizes:
-    """Run a batch of `rows` rows forward and backward in the format of the weights, and count.
-
-    Args:
-        counts: keyword arguments of the loss besides the batch.
-    """
+    """Run a batch of `rows` rows forward and backward in the format of the weights, and count. The loss takes `counts`
+    besides the batch."""
     from torch.utils.flop_counter import FlopCounterMode  # not needed by most commands
 
     module = trainable.module
     outside = [*module.parameters(), *module.buffers(), *(value for _, value in tensors_of(batch, ""))]
+    with FlopCounterMode(display=False) as counter:
+        with kept_for_backward(outside) as kept:
+            output = trainable.loss(module, batch, **counts)
+        (output.loss if output.aux is None else output.loss + output.aux).backward()
+    in_fp32 = 0
+    for one in kept.values():
+        size = one.untyped_storage().nbytes()
+        in_fp32 += size * FLOAT_BYTES // one.element_size() if one.is_floating_point() else size
+    return PassSizes(in_fp32 // rows, counter.get_total_flops() / rows)
+
+
+@contextlib.contextmanager
+def kept_for_backward(outside: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Collects what autograd keeps for backward of the passes inside: a tensor of each storage that none of `outside`
+    has, by its address."""
     known = {tensor.untyped_storage().data_ptr() for tensor in outside}
     kept: dict[int, Tensor] = {}  # holds the tensors, so that no address is used twice
 
@@ -75,17 +87,8 @@ def sizes_of_pass(trainable: Trainable, batch: Batch, *, rows: int, counts: Mapp
             kept.setdefault(address, tensor.detach())
         return tensor
 
-    with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = trainable.loss(module, batch, **counts)
-        (output.loss if output.aux is None else output.loss + output.aux).backward()
-    return PassSizes(sum(map(_bytes_in_fp32, kept.values())) // rows, counter.get_total_flops() / rows)
-
-
-def _bytes_in_fp32(tensor: Tensor) -> int:
-    """Of the whole storage of a tensor."""
-    size = tensor.untyped_storage().nbytes()
-    return size * FLOAT_BYTES // tensor.element_size() if tensor.is_floating_point() else size
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
 
 
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
@@ -121,19 +124,12 @@ class Asked:
     """A connection without hosts, used to check whether a builder connects."""
 
     def join(self, *_about: Any) -> Any:
-        """Record that the builder connects by raising `Joins`."""
         raise Joins("a builder joins")
 
 
 def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> None:
-    """Check that a user's own model follows the `experts` section.
-
-    Args:
-        remote: whether hosts hold the experts, or the workers share them.
-
-    Raises:
-        InputError: the builder does not receive the number of experts, or keeps all experts itself.
-    """
+    """Check that a user's own model follows the `experts` section; with `remote` hosts hold the experts, or the workers
+    share them."""
     builder, number = spec.model.builder, spec.experts.num_experts
     receives = builder is not None and takes(resolve(builder, "model.builder"), "experts")
     if number is not None and not receives:
@@ -168,7 +164,6 @@ class NothingDrawn(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Skip the in-place fills of `torch.nn.init` and of tensors; run everything else."""
         target = args[0] if args else (kwargs or {}).get("tensor")
         fills = getattr(func, "__name__", "") in RANDOM_FILLS
         if fills and isinstance(target, torch.Tensor) and target.is_meta:

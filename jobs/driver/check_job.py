@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -131,21 +131,18 @@ def _pickler() -> Any:
         path = os.path.join(os.path.dirname(package.origin), "cloudpickle", "cloudpickle.py")
         found = importlib.util.spec_from_file_location(_PICKLER, path)
         assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
+        module: Any = importlib.util.module_from_spec(found)
         sys.modules[_PICKLER] = module  # what it pickles refers to it by this name
         found.loader.exec_module(module)
-        module.Checking = _checking(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+        class Checking(module.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                if type(obj) in _LARGE or type(obj).__module__ == "pyarrow.lib":
+                    return int, ()
+                return super().reducer_override(obj)
+
+        module.Checking = Checking
     return sys.modules[_PICKLER]
-
-
-def _checking(module: ModuleType) -> type:
-    class Checking(module.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if type(obj) in _LARGE or type(obj).__module__ == "pyarrow.lib":
-                return int, ()
-            return super().reducer_override(obj)
-
-    return Checking
 
 
 def _culprit(value: Any) -> tuple[str, Any]:
@@ -203,22 +200,14 @@ MODEL_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of `check_on_driver`.
-
-    Attributes:
-        source: the opened data.
-        handed: the data to send to the workers; None if they open it themselves.
-        model_facts, data_facts: exact sizes.
-        shapes: facts of the data that a builder may take (`source_facts`).
-        first: what a micro-batch has shown.
-    """
+    """The result of `check_on_driver`."""
 
     source: Source
-    handed: Any
+    handed: Any  # the data to send to the workers; None if they open it themselves
     model_facts: ModelFacts
     data_facts: DataFacts
-    shapes: dict[str, Any]
-    first: FirstPass
+    shapes: dict[str, Any]  # facts of the data that a builder may take (`source_facts`)
+    first: FirstPass  # what a micro-batch has shown
 
     @property
     def note(self) -> str | None:
@@ -236,9 +225,6 @@ def check_on_driver(
         initial: whether weights are loaded from `model.init_from`, if the job has it.
         resumed: a run whose checkpoint is loaded instead.
         run_batch: whether to run one micro-batch forward and backward.
-
-    Raises:
-        InputError: something is wrong; the error names the key.
     """
     make_importable(os.getcwd())
     check_shadowing()
@@ -311,12 +297,8 @@ def check_one_length(train: Split) -> None:
 
 
 def check_fits(module: nn.Module, run: RunFolder) -> None:
-    """Check that the newest checkpoint of a run has the tensors of this model, by its file's header. A checkpoint in
-    several files, on other storage or unreadable is left to the workers.
-
-    Raises:
-        InputError: names or shapes differ, as where the code of the model was changed since.
-    """
+    """Check that the newest checkpoint of a run has the tensors of this model, by its file's header: the code of the
+    model may have changed. A checkpoint in several files, on other storage or unreadable is left to the workers."""
     saved = [info for info in list_checkpoints(run) if info.complete]
     if not saved or "://" in saved[-1].path:
         return
@@ -327,7 +309,7 @@ def check_fits(module: nn.Module, run: RunFolder) -> None:
         stored = find_weights(saved[-1].path, key="--resume")
     except (CheckpointError, OSError, InputError):
         return
-    held: dict[str, Any] = {name: Shaped(torch.Size(shape)) for name, shape in stored.shapes.items()}
+    held: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in stored.shapes.items()}
     held |= stored.extra
     wrong = differences(module.state_dict(), held, shapes=lambda one: {one.shape})
     if wrong:
@@ -336,13 +318,6 @@ def check_fits(module: nn.Module, run: RunFolder) -> None:
             expected="the model that the run has trained",
             remedy="restore its code, or start a new run",
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """What the header of a file says of a tensor."""
-
-    shape: torch.Size
 
 
 def train_job(

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing import Pipe
@@ -80,17 +80,11 @@ NO_ANSWER = "its process ended without an answer"
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What the forked process found.
+    """What the forked process found."""
 
-    Attributes:
-        skipped: why no micro-batch was run; None if one was.
-        sizes: what a pass needs; None if that is unknown.
-        split: how splitting a global batch changes what is trained; None if it does not, or that is unknown.
-    """
-
-    skipped: str | None = None
-    sizes: PassSizes | None = None
-    split: str | None = None
+    skipped: str | None = None  # why no micro-batch was run; None if one was
+    sizes: PassSizes | None = None  # what a pass needs, if that is known
+    split: str | None = None  # how splitting a global batch changes what is trained, if it is known to
 
 
 #: What torch says of a class number that the model has no output for.
@@ -103,21 +97,14 @@ class Skipped(Exception):
 
 @dataclass
 class FirstBatch:
-    """What to run.
-
-    Attributes:
-        trainable: as `jobs.driver.build.build` returns it; built again in the child if it is on the meta device.
-        shapes: facts of the data for a builder.
-        on_cpu: whether the run is certainly on CPUs, so that an error about a GPU is an error of the run too.
-        phase: what runs at the moment, for messages; only the child changes it.
-    """
+    """What to run."""
 
     spec: JobSpec
     source: Source
-    shapes: Mapping[str, Any]
-    trainable: Trainable
-    on_cpu: bool
-    phase: tuple[str, str] = ("data", "")
+    shapes: Mapping[str, Any]  # facts of the data for a builder
+    trainable: Trainable  # built again in the child if it is on the meta device
+    on_cpu: bool  # for certain: an error about a GPU is an error of the run too
+    phase: tuple[str, str] = ("data", "")  # what runs at the moment, for messages; only the child changes it
     _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
     model_key: str = field(init=False)
     _tried: Trainable = field(init=False)
@@ -160,15 +147,14 @@ class FirstBatch:
     # -- in the child -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Check the batches' keys, and run the passes.
-
-        Raises:
-            InputError: the run would fail.
-            Skipped: it is unknown.
-        """
+        """Check the batches' keys, and run the passes. Errors: InputError, the run would fail, or `Skipped`."""
         seed_everything(self.spec.seed)
         few, many = self.rows()
-        self._check_keys(few)
+        check: Callable[[Batch], None] | None = getattr(self.trainable.loss, "check_keys", None)
+        for name, split in self._splits():  # against `forward`, which needs no weights
+            batch = self._batch(name, split, few)
+            if check is not None:
+                check(batch)
         large = self.too_large(few)
         if large is not None:
             raise Skipped(large)
@@ -225,14 +211,6 @@ class FirstBatch:
                     remedy=f"{drop if these == left else ''}choose another loop.global_batch_size\n{found.remedy}",
                 ) from error  # fmt: skip
 
-    def _check_keys(self, rows: int) -> None:
-        """Check the keys of the batches against `forward`, which needs no weights."""
-        check: Callable[[Batch], None] | None = getattr(self.trainable.loss, "check_keys", None)
-        for name, split in self._splits():
-            batch = self._batch(name, split, rows)
-            if check is not None:
-                check(batch)
-
     def _splits(self) -> list[tuple[str, Split]]:
         held = [] if self.source.eval is None else [("eval", self.source.eval)]
         return [("train", self.source.train), *held]
@@ -241,14 +219,12 @@ class FirstBatch:
         self.phase = ("data", f"while the first {rows} rows ({name}) were read")
         if (name, rows) not in self._batches:
             order = split.order(self.spec.seed, 0)[0:rows] if name == "train" else split.eval_order()[:rows]
-            self._batches[name, rows] = self._gathered(split, np.asarray(order))
+            batch = gathered(split, np.asarray(order), seed=self.spec.seed, epoch=0)
+            fp64 = self.spec.precision.dtype == "fp64"
+            self._batches[name, rows] = (
+                cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
+            )  # as training gets them
         return self._batches[name, rows]
-
-    def _gathered(self, split: Split, rows: np.ndarray) -> Batch:
-        """These rows as training gets them."""
-        batch = gathered(split, rows, seed=self.spec.seed, epoch=0)
-        fp64 = self.spec.precision.dtype == "fp64"
-        return cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
 
     def _built(self) -> tuple[Trainable, PrecisionPolicy]:
         asked = self.spec.precision.dtype
@@ -402,14 +378,8 @@ def certainly_on_cpu(spec: JobSpec) -> bool:
 
 
 def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float = TIME_LIMIT_S) -> FirstPass:
-    """Run the check in a forked process.
-
-    Args:
-        count: also count what a pass needs, if the user's code ran to its end.
-
-    Raises:
-        InputError: the run would fail, with the frames of the user's own code.
-    """
+    """Run the check in a forked process, which with `count` also counts what a pass needs. Errors: InputError, the run
+    would fail, with the frames of the user's own code."""
     sys.stdout.flush()
     sys.stderr.flush()
     keep_parents_objects()
@@ -422,7 +392,7 @@ def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float 
         _in_child(check, sender, count=count, limit_s=limit_s)
     sender.close()
     notes: dict[str, Any] = {}
-    with _ended(child), answers:
+    try:
         try:
             if not answers.poll(limit_s):
                 return FirstPass(f"{TOO_LONG} {limit_s:.0f} s")
@@ -434,18 +404,12 @@ def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float 
         with contextlib.suppress(EOFError, OSError):  # after the last one, or where the user's code ends the process
             while "skipped" not in outcome and answers.poll(NOTE_LIMIT_S):
                 notes |= json.loads(answers.recv_bytes())
-    sizes = notes.pop("sizes", None)
-    return FirstPass(outcome.get("skipped"), sizes and PassSizes(**sizes), **notes)
-
-
-@contextlib.contextmanager
-def _ended(child: int) -> Iterator[None]:
-    """End the child on exit, whatever happens."""
-    try:
-        yield
     finally:
+        answers.close()
         os.kill(child, signal.SIGKILL)  # a child that has exited stays until it is waited for
         os.waitpid(child, 0)
+    sizes = notes.pop("sizes", None)
+    return FirstPass(outcome.get("skipped"), sizes and PassSizes(**sizes), **notes)
 
 
 def _in_child(check: FirstBatch, sender: Any, *, count: bool, limit_s: float) -> NoReturn:
@@ -462,7 +426,10 @@ def _in_child(check: FirstBatch, sender: Any, *, count: bool, limit_s: float) ->
         faulthandler.disable()
         limit_memory(process_memory().rss + int(MEMORY_SHARE * memory_bytes()[1]))
         torch.set_num_threads(1)  # the threads of this process were not forked
-        _open_group()
+        if dist.is_available() and not dist.is_initialized():  # a worker has a group, and a model may ask for its rank
+            with contextlib.suppress(RuntimeError, ValueError):  # without gloo or a network; few models ask
+                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
+                dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         outcome = check.outcome()
         sender.send_bytes(json.dumps(outcome).encode())
         if not outcome:
@@ -471,11 +438,3 @@ def _in_child(check: FirstBatch, sender: Any, *, count: bool, limit_s: float) ->
             sender.send_bytes(json.dumps({"split": check.split_changes()}).encode())
     finally:
         os._exit(0)
-
-
-def _open_group() -> None:
-    """A process group of one, as a model may ask for its rank: in a worker there is a group."""
-    if dist.is_available() and not dist.is_initialized():
-        with contextlib.suppress(RuntimeError, ValueError):  # without gloo or a network; few models ask
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -49,12 +49,7 @@ Signs = Mapping[int, tuple[float, str]]
 
 
 class StuckWorkers:
-    """Names stuck workers, and ends their processes.
-
-    Args:
-        channel: the `DriverChannel` actor.
-        local: the workers are processes of this machine.
-    """
+    """Names stuck workers, and ends their processes, which `local` says are processes of this machine."""
 
     def __init__(self, run: RunFolder, channel: Any, retry: RetryConfig, *, local: bool) -> None:
         self._run, self._channel, self._local = run, channel, local
@@ -62,17 +57,17 @@ class StuckWorkers:
         self._ended = set[int]()
 
     def lines(self, progress: Mapping[str, Any], signs: Signs, stacks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        """Call it often; returns what is new, and records it in the events of the run.
-
-        Args:
-            progress: as shown by the driver. stacks: as `DriverChannel.stacks` returns.
-        """
+        """Call it often; returns what is new, and records it in the events of the run."""
         lines = []
         silent = self._silent.overdue(signs, progress)
         if self._hang.due(progress, silent=bool(silent)):
             self._channel.request_stacks.remote()
         else:
-            lines = self._of_late_step(signs, stacks)
+            lines = self._hang.lines(signs, stacks, now=time.time())
+            if lines and self._hang.event is not None:
+                self._run.append_event(event("hang", **self._hang.event))
+                for rank in self._hang.event["silent"]:
+                    self._write_stacks(rank, signs)
         if self._hang.asking:
             silent = {}  # once all that respond have said where they are
         for rank in sorted({*silent, *self._hang.overdue(signs)} - self._ended):
@@ -86,26 +81,14 @@ class StuckWorkers:
         self._ended &= set(signs)
         return lines
 
-    def _of_late_step(self, signs: Signs, stacks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        lines = self._hang.lines(signs, stacks, now=time.time())
-        if lines and self._hang.event is not None:
-            self._run.append_event(event("hang", **self._hang.event))
-            for rank in self._hang.event["silent"]:
-                self._write_stacks(rank, signs)
-        return lines
-
     def _write_stacks(self, rank: int, signs: Signs) -> None:
         """What can be seen of a process of this machine that does not answer."""
         if self._local:
             self._run.write_text(stacks_file(rank), outside_stacks(pid_of(signs[rank][1])))
 
     def _end(self, rank: int, what: str, signs: Signs, *, seconds: float, key: str, progress: Mapping[str, Any]) -> str:
-        """End the process of a rank, with a record of why: Ray would say only that it died.
-
-        Args:
-            seconds: how long nothing has come of it.
-            key: what sets how long that may be.
-        """
+        """End the process of a rank, with a record of why: Ray would say only that it died. Nothing has come of it for
+        so many `seconds`, and `key` sets how long that may be."""
         self._ended.add(rank)
         pid, node = pid_of(signs[rank][1]), progress.get("nodes", {}).get(rank)
         reason = f"rank {rank} {what}: its process is ended, all restart ({key})"
@@ -121,10 +104,6 @@ class SilentRanks:
 
     Silence counts from when this process first saw the newest sign of life, on a clock that stands still while the
     machine is suspended: after that, all workers have been silent for as long as the driver.
-
-    Args:
-        limit_s: `retry.host_silence_s`, after which a process is ended.
-        clock: seconds; replaced in tests.
     """
 
     def __init__(self, *, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -147,13 +126,6 @@ class HangWatch:
 
     So too for the set-up, evaluations, saves and the export: they are late when no worker finishes any work in them
     (`WorkCount`), however long they take. Rank 0's step and activity are known to `REPORT_EVERY_S`.
-
-    Args:
-        hang_s: `retry.hang_s`.
-        clock: seconds; replaced in tests.
-
-    Attributes:
-        event: the fields of the hang that was said last; None before.
     """
 
     def __init__(self, *, hang_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -163,7 +135,7 @@ class HangWatch:
         self._since = clock()
         self._asked: float | None = None
         self._said = False
-        self.event: dict[str, Any] | None = None
+        self.event: dict[str, Any] | None = None  # the fields of the hang that was said last
 
     @property
     def asking(self) -> bool:
@@ -216,11 +188,7 @@ class HangWatch:
         return f"{named.get(activity, activity)} has not advanced"
 
     def lines(self, signs: Signs, stacks: Mapping[int, Mapping[str, Any]], *, now: float) -> list[str]:
-        """The line about a step that is late, once the workers that respond have answered.
-
-        Args:
-            stacks: as `DriverChannel.stacks` returns them. now: unix time.
-        """
+        """The line about a step that is late, once the workers that respond have answered."""
         if self._asked is None or self._said or not signs:
             return []
         silent = [rank for rank, (last, _) in sorted(signs.items()) if now - last >= 2 * SIGN_EVERY_S]
@@ -264,11 +232,7 @@ def pid_of(where: str) -> int:
 
 
 def end_process(pid: int, *, node: str | None) -> None:
-    """Kill a worker that does not respond: Ray notices its death and starts all workers again.
-
-    Args:
-        node: id of its node, where a task of Ray kills it; None: this machine.
-    """
+    """Kill a worker that does not respond, on another `node` by a task there: Ray starts all workers again."""
     if node is None:
         kill(pid)
     else:

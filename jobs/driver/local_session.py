@@ -29,12 +29,10 @@ def worker_job(
     """What a worker of this job gets, and the job's opened data.
 
     Args:
-        inventory: the machines to plan for, by default this one.
         build: check the job as the driver does and build its model to know its exact sizes; without it the plan uses
             formulas, where they apply.
         run: the run's folder; by default one that is only named, and never written.
-        connection: to the processes that hold the experts (`experts.exchange.membership.Connection`); None builds them
-            in this process.
+        connection: to the processes that hold the experts (`experts.exchange.membership.Connection`), if others do.
     """
     loaded = job if isinstance(job, LoadedSpec) else load_spec(mapping=job)
     spec = loaded.spec

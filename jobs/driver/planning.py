@@ -24,7 +24,6 @@ from raytrain.plan.choice import Resolved
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.machines import divided, pick_devices
-from raytrain.plan.memory import ShareOut
 from raytrain.plan.plan import Plan, PlanInputs, make_plan
 
 
@@ -50,9 +49,6 @@ def plan_job(
             so, and threads follow from it.
         workers: of an elastic run that continues with another number of workers, that number and why.
         split: how splitting a global batch changes what is trained, a warning where the plan does it.
-
-    Raises:
-        InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
     """
     spec = resolved(loaded.spec)
     unchecked: list[str] = []
@@ -68,11 +64,20 @@ def plan_job(
     asked = configured_hosts(spec)
     keeps = hosts_of_run not in (None, "none") and asked == "auto"
     scale = spec.scale if workers is None else spec.scale.model_copy(update={"workers": workers.value})
+    compile_missing = share_out = None
+    if spec.loop.compile != "off" and inventory is None:
+        from cluster.devices.inventory import missing_for_compile
+
+        compile_missing = missing_for_compile("cuda" if machines.devices() else "cpu")
+    if sized is not None and sized.experts is not None:
+        half = spec.precision.dtype in ("auto", "bf16", "fp16")
+        devices = list(machines.devices())
+        share_out = shared_out(sized.experts, spec.experts, devices, dtype="bf16" if half else "fp32")
     plan = make_plan(PlanInputs(
         data=spec.data, optim=spec.optim, precision=spec.precision, loop=spec.loop, save=spec.save, scale=scale,
         cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked, experts_inflight=spec.experts.inflight,
         name=spec.name, seed=spec.seed, inventory=machines, model_facts=sized, data_facts=data_facts,
-        compile_missing=_compile_missing(spec, inventory), share_out=_share_out(spec, sized, machines),
+        compile_missing=compile_missing, share_out=share_out,
     ))  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
@@ -93,22 +98,6 @@ def plan_job(
     )  # fmt: skip
 
 
-def _share_out(spec: JobSpec, sized: ModelFacts | None, machines: Inventory) -> ShareOut | None:
-    if sized is None or sized.experts is None:
-        return None
-    half = spec.precision.dtype in ("auto", "bf16", "fp16")
-    return shared_out(sized.experts, spec.experts, list(machines.devices()), dtype="bf16" if half else "fp32")
-
-
-def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
-    """Why this machine cannot compile; None if it can, or if the plan is for a given inventory."""
-    if spec.loop.compile == "off" or given is not None:
-        return None
-    from cluster.devices.inventory import missing_for_compile
-
-    return missing_for_compile("cuda" if local_inventory().devices() else "cpu")
-
-
 def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
     """The choice of hosts, with a reason for what is unknown about a user's own builder; `seen` if it was built."""
     builder = spec.model.builder or "your module"
@@ -126,15 +115,11 @@ def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) ->
 
 
 def show_only_picked(accelerator: str, inventory: Inventory) -> None:
-    """Restrict Ray and torch to the GPUs that `scale.accelerator` selects; call before a local cluster starts.
+    """Restrict Ray and torch to the GPUs that the resolved `scale.accelerator` selects; call before a local cluster
+    starts. Of GPUs that MIG divides, Ray and its workers get the MIG device that this process sees.
 
     On ROCm, HIP and Ray read HIP_VISIBLE_DEVICES before CUDA_VISIBLE_DEVICES, and Ray refuses two that differ: both are
     set.
-
-    Of GPUs that MIG divides, Ray and its workers get the MIG device that this process sees.
-
-    Args:
-        accelerator: the resolved choice.
     """
     divided = any((device.uuid or "").startswith(MIG) for device in inventory.devices())
     if accelerator not in ("cpu", "cuda") or (accelerator == "cuda" and divided):

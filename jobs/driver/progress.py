@@ -46,12 +46,7 @@ PHASE_LEAST_S = 0.05
 
 
 class Phases:
-    """Seconds of a command by what it did, in the order in which each was first done.
-
-    Args:
-        clock: unix seconds; replaced in tests.
-        began: when the command began; None: now.
-    """
+    """Seconds of a command by what it did, in the order in which each was first done; it `began` now or earlier."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time, began: float | None = None) -> None:
         self._clock = clock
@@ -61,7 +56,6 @@ class Phases:
 
     @property
     def age(self) -> float:
-        """Seconds since the command began."""
         return self._clock() - self._began
 
     def begin(self, what: str) -> None:
@@ -75,24 +69,18 @@ class Phases:
         if name == self._name:
             return
         if self._name:
-            self._add()
+            now = self._clock()
+            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+            self._since = now
         self._name = name  # the first one began with the command
 
     def end(self) -> None:
         """The last phase is over."""
         self.begin("")
 
-    def _add(self) -> None:
-        now = self._clock()
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        self._since = now
-
     def line(self, account: Mapping[str, float]) -> str:
-        """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`.
-
-        Args:
-            account: seconds of this command by purpose, as in result.json.
-        """
+        """The seconds as one line: `52 s: checking the job 1.6, starting Ray 4.1, ...`; `account` has those by purpose,
+        as in result.json."""
         within = {name: account.get(key, 0.0) for key, name in WITHIN_TRAINING.items()}
         parts = _listed(self.seconds)
         if TRAINING in parts and (named := _listed(within)):
@@ -112,11 +100,7 @@ WINDOW_S, REMAINING_LEAST_S = 60.0, 2.0
 
 
 class RemainingTime:
-    """Estimates the time for the steps that are left from the newest steps of this attempt.
-
-    Args:
-        clock: seconds.
-    """
+    """Estimates the time for the steps that are left from the newest steps of this attempt."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -125,13 +109,8 @@ class RemainingTime:
         self._since = 0.0
 
     def see(self, step: int, total: int | None, *, left_s: float | None = None) -> None:
-        """The newest step.
-
-        Args:
-            total: steps of the run; None while none are made: what was measured before is forgotten, as after a step
-                back, since the next attempt may be faster or slower.
-            left_s: the remaining seconds, where the caller knows them better.
-        """
+        """The newest step, and the steps of the run; None while none are made: what was measured before is forgotten,
+        as after a step back, since the next attempt may be faster or slower. `left_s` is given where it is known."""
         if total is None:
             self._seen.clear()
             self._left_s = None
@@ -162,10 +141,10 @@ class RemainingTime:
 
 
 class TimesColumn(ProgressColumn):
-    """The column of a bar for `times_text`: its task has a field `times`, which returns the text."""
+    """The column of a bar for `times_text`: its task has a field `times`, a function, so that the time passes between
+    two updates."""
 
     def render(self, task: Task) -> Text:
-        """The text of the task's field `times`, a function, so that the time passes between two updates."""
         return Text(task.fields["times"](), style="progress.elapsed", no_wrap=True)
 
 
@@ -204,12 +183,7 @@ class Activity:
     """Says what the driver does before the workers report, and after: on a terminal a live line with its seconds,
     otherwise a line at its beginning and for each `QUIET_S` seconds in it.
 
-    A context manager: a thread calls `tick` every second.
-
-    Args:
-        phases: what takes the seconds of this command; None: nobody asks.
-        beat: called every second too, so that the run counts as alive while it waits.
-        clock: seconds; replaced in tests.
+    A context manager: a thread calls `tick` every second, and `beat`, so that the run counts as alive while it waits.
     """
 
     def __init__(
@@ -288,18 +262,11 @@ class TrainingDisplay:
     the phase, such as an evaluation, and `detail` how far it is with something that takes long. Without "max_steps", as
     before the first step of an attempt, the phase is shown alone. With "left_s" the remaining time is this, else it
     follows from the steps that were seen.
-
-    Args:
-        phases: as for `Activity`.
-        clock: seconds; replaced in tests.
-
-    Attributes:
-        began: when what is shown began, in seconds of `clock`: the command's start, from which the bar counts.
     """
 
     def __init__(self, console: Console, *, phases: Phases | None = None, clock: Clock = time.monotonic) -> None:
         self._console, self._clock, self._phases = console, clock, phases or Phases()
-        self.began = clock() - self._phases.age
+        self.began = clock() - self._phases.age  # the command's start, from which the bar counts
         self._remaining = RemainingTime(clock)
         self._live = console.is_terminal
         self._narrow = console.width < WIDE
@@ -316,7 +283,8 @@ class TrainingDisplay:
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=None, figures="", times=self._times)
+        times = lambda: times_text(self._clock() - self.began, self.left_s)  # noqa: E731
+        self._task = self._bar.add_task("starting", total=None, figures="", times=times)
 
     def __enter__(self) -> TrainingDisplay:
         if self._live:
@@ -343,11 +311,8 @@ class TrainingDisplay:
             print_line(self._console, line)
 
     def show(self, progress: dict[str, Any], *, missing: Missing = nothing_missing) -> None:
-        """Show the newest progress; output is limited however often this is called.
-
-        Args:
-            missing: called for a line about a phase that takes long.
-        """
+        """Show the newest progress; output is limited however often this is called. A line about a phase that takes
+        long asks what is `missing`."""
         phase = str(progress.get("phase", STARTING))
         row = progress.get("row") or {}
         step = int(row.get("step") or progress.get("step") or 0)
@@ -376,21 +341,12 @@ class TrainingDisplay:
             left_s = None if progress.get("left_s") is None else self.left_s
             where += "" if left_s is None else f"  {clock_text(left_s)} left"
             print_line(self._console, f"{phase}  {where}".rstrip())
-        elif now - self._last >= QUIET_S:
-            self._last = now
-            self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing() or detail))
-
-    def _times(self) -> str:
-        return times_text(self._clock() - self.began, self.left_s)
-
-
-def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str) -> str:
-    """The line where no new row came: the steps since then, or what takes so long."""
-    if doing != TRAINING:
-        return still(doing, seconds, missing)
-    if seconds < PLAIN_EVERY_S:
-        return f"training  step {step}/{total}"
-    return still(f"in step {step + 1}/{total}", seconds, missing)
+        elif now - self._last >= QUIET_S:  # no new row came: the steps since then, or what takes so long
+            self._last, seconds = now, now - self._since
+            what = f"in step {newest + 1}/{total}" if doing == TRAINING else doing
+            between = doing == TRAINING and seconds < PLAIN_EVERY_S
+            line = f"training  step {newest}/{total}" if between else still(what, seconds, missing() or detail)
+            self.print_lines(line)
 
 
 def figures(row: dict[str, Any], *, brief: bool = False) -> str:

@@ -35,29 +35,17 @@ LEAST_SAVING = 0.01
 
 @dataclass(frozen=True)
 class MemoryRemedy:
-    """One change of the job, and what it saves.
+    """One change of the job, and what it saves."""
 
-    Attributes:
-        setting: `key=value`, as it is typed on the command line.
-        saved_bytes: of the process that ran out of memory.
-        meaning: what it changes or costs.
-        on_resume: `train --resume RUN` may set it; otherwise it needs a new run.
-    """
-
-    setting: str
-    saved_bytes: int
-    meaning: str
-    on_resume: bool
+    setting: str  # `key=value`, as it is typed on the command line
+    saved_bytes: int  # of the process that ran out of memory
+    meaning: str  # what it changes or costs
+    on_resume: bool  # whether `train --resume RUN` may set it; otherwise it needs a new run
 
 
 def record_remedies(run: RunFolder, *, failed: bool, reason: str) -> None:
     """Write the event with the remedies of a run that memory ended; the report and the terminal show them. Nothing is
-    written for other runs, and for a job with Python objects, which cannot be planned again from its records.
-
-    Args:
-        failed: whether the run failed, and not because it was stopped.
-        reason: why it ended.
-    """
+    written for other runs, and for a job with Python objects, which cannot be planned again from its records."""
     fault = next(reversed(read_faults(run, since=0)), None) if failed else None
     ran_out = bool(RAN_OUT.search(reason))
     if not failed or not run.exists(run.plan) or not (ran_out or (fault is not None and fault.out_of_memory)):
@@ -89,12 +77,8 @@ def _in_force(run: RunFolder, plan: Plan, fault: Fault | None) -> tuple[int, str
 
 
 def memory_remedies(plan: Plan, micro: int, precision: str, *, process: str) -> tuple[int, list[MemoryRemedy]]:
-    """Bytes that the process was estimated to need, and what needs less.
-
-    Args:
-        plan: of the run. micro, precision: what was in force at its end.
-        process: the choice of the plan with the bytes of the process that ran out: `memory` or `host_memory`.
-    """
+    """Bytes that the process was estimated to need, and what needs less, at the end of a run with this micro-batch and
+    precision. `process` is the choice of the plan with its bytes: `memory` or `host_memory`."""
     in_force = [f"loop.micro_batch_size={micro}", f"precision.dtype={precision}"]
     unchanged = _planned(plan, *in_force)
     needed = int(unchanged.value(process, 0) or 0)

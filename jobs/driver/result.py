@@ -104,28 +104,16 @@ class Result:
 
 def result_of(run: RunFolder, record: Mapping[str, Any]) -> Result:
     """The `Result` of a run folder and its result.json."""
+    same = {name: record[name] for name in ("status", "steps", "final_loss", "best_eval_loss")}
+    weights = run.weights if run.exists(run.weights) else None
     return Result(
-        run=run.path,
-        status=record["status"],
-        steps=record["steps"],
-        final_loss=record["final_loss"],
-        best_eval_loss=record["best_eval_loss"],
-        history=run.read_rows(run.metrics),
-        weights=run.weights if run.exists(run.weights) else None,
-        reason=record.get("reason", ""),
+        run.path, **same, history=run.read_rows(run.metrics), weights=weights, reason=record.get("reason", "")
     )
 
 
 def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases: Phases | None = None) -> Result:
-    """Write result.json and the report, and print how the run ended.
-
-    Args:
-        phases: what took the seconds of this command.
-
-    Raises:
-        RunError: another command has taken over the run folder, or the folder cannot be written, which may have ended
-            the run: the message then begins with what failed first.
-    """
+    """Write result.json and the report, and print how the run ended. Errors: RunError, another command has taken over
+    the run folder, or it cannot be written, which may have ended the run: the message begins with what failed first."""
     newest = run.current_attempt()
     if run.owner_of(newest) != this_process():
         raise RunError(f"attempt {newest} of another command has taken over {run.path}; this one writes no result")
@@ -154,13 +142,8 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console, phases
 
 
 def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
-    """Path of the report, or why there is none, and the lines of what the records of the run show to be wrong.
-
-    A mistake in a report changes nothing of the run, which is complete and recorded.
-
-    Raises:
-        RunError: the folder of a run that is done cannot be written.
-    """
+    """Path of the report, or why there is none, and the lines of what the records of the run show to be wrong. A
+    mistake in a report changes nothing of the run, which is complete and recorded."""
     from raytrain.report.findings import diagnose, finding_lines
     from raytrain.report.page import build_report
     from raytrain.report.records import read_records
@@ -179,7 +162,6 @@ def _report(run: RunFolder, result: AttemptResult) -> tuple[str, list[str]]:
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
-    """Write and return result.json."""
     from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints  # imports torch
 
     metrics = run.read_rows(run.metrics)
@@ -214,8 +196,7 @@ def weights_step(run: RunFolder) -> int | None:
     """The step whose weights are exported; None if there are none, or the user's own code wrote them."""
     try:
         folder, _, name = run.weights.rpartition("/")
-        notes = read_header(open_store(folder), name, key="weights").get("__metadata__", {})
-        return int(notes["step"])
+        return int(read_header(open_store(folder), name, key="weights")["__metadata__"]["step"])
     except (OSError, RaytrainError, KeyError, ValueError):
         return None
 
@@ -242,8 +223,7 @@ def print_result(
 ) -> None:
     """Print the last lines on the terminal: how the run ended, what took its time, where its files are, and what can
     be done next."""
-    loss = record["final_loss"]
-    best = record["best_eval_loss"]
+    loss, best = record["final_loss"], record["best_eval_loss"]
     commands = sum(row["kind"] == "driver_start" for row in run.read_rows(run.events))
     over = f" over {commands} commands" if commands > 1 else ""
     parts = [f"{record['status']} after {counted(record['steps'], 'step')} in {record['wall_s']:.0f} s{over}"]
@@ -278,7 +258,11 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
         return [resume_command("train", where), shell_command("check", "--bundle", "problem.zip", "--run", where)]
     output = ["infer.output=FOLDER"] * is_submitted()  # the default is deleted with the job
     infer = [on_cluster("infer", where, "infer.input=FILE", *output)] if record.get("weights") else []
-    return [*infer, resume_command("train", where, _twice_as_long(run, record)), *_comparison(run)]
+    loop = run.read_json(run.plan).get("config", {}).get("loop", {}) if run.exists(run.plan) else {}
+    twice_as_long = f"loop.max_steps={2 * record['steps']}"
+    if loop.get("epochs") and loop.get("max_steps") is None:  # the key that limits the run
+        twice_as_long = f"loop.epochs={2 * loop['epochs']}"
+    return [*infer, resume_command("train", where, twice_as_long), *_comparison(run)]
 
 
 def _comparison(run: RunFolder) -> list[str]:
@@ -316,15 +300,6 @@ def _trained(run: RunFolder) -> tuple[Any, ...]:
     job = run.read_json(run.plan).get("config", {}) if run.exists(run.plan) else {}
     model, data = job.get("model", {}), job.get("data", {})
     return model.get("builder"), model.get("module"), data.get("source"), data.get("train")
-
-
-def _twice_as_long(run: RunFolder, record: Mapping[str, Any]) -> str:
-    """The key that makes a run twice as long: the one that limits it."""
-    loop = run.read_json(run.plan).get("config", {}).get("loop", {}) if run.exists(run.plan) else {}
-    epochs = loop.get("epochs")
-    if epochs and loop.get("max_steps") is None:
-        return f"loop.epochs={2 * epochs}"
-    return f"loop.max_steps={2 * record['steps']}"
 
 
 def sample_lines(run: RunFolder) -> list[str]:

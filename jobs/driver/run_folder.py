@@ -57,18 +57,13 @@ HASHED_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to resume.
-
-    Attributes:
-        changed: the dotted keys that differ from the run's own job.
-        step: of the newest checkpoint found to be valid (`check_checkpoints`); None: there is none, or nobody looked.
-    """
+    """A run to resume."""
 
     run: RunFolder
     loaded: LoadedSpec
-    changed: list[str]
+    changed: list[str]  # the dotted keys that differ from the run's own job
     finished: bool = False
-    step: int | None = None
+    step: int | None = None  # of the newest checkpoint found to be valid, once `check_checkpoints` has looked
 
     def hosts(self) -> Any:
         """The expert hosts in the plan of the run; None if the run has no plan yet."""
@@ -77,11 +72,7 @@ class Resumed:
         return Plan.from_json(self.run.read_json(self.run.plan)).hosts.value_or(None)
 
     def taken_over(self, plan: Plan, *, attempt: int) -> ResumedFrom:
-        """Where the run continues, and what earlier attempts have measured of the choices that the plan leaves open.
-
-        Args:
-            attempt: number of the attempt that starts.
-        """
+        """Where the run continues, and what earlier attempts have measured of the choices that the plan leaves open."""
         run, measured = self.run, dict[str, Any]()
         step = max(run.saved_steps(), default=None) if self.step is None else self.step
         known = run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
@@ -98,11 +89,8 @@ class Resumed:
         return ResumedFrom(step, attempt, measured)
 
     def checked_against(self, plan: Plan) -> RunFolder:
-        """Check that this plan can load the newest checkpoint, and return the run.
-
-        Raises:
-            InputError: the checkpoint stores experts separately and the plan puts them in the model, or vice versa.
-        """
+        """Check that this plan can load the newest checkpoint, which stores experts as the plan places them, and return
+        the run."""
         from raytrain.checkpoint.reader import read_manifest  # imports torch, as the command has by now
 
         saved = self.run.saved_steps()
@@ -127,12 +115,8 @@ def open_resumed(
 
     Args:
         resume: a run folder, or "auto": the newest unfinished run of the job `loaded`.
-        path: a JOB.yaml, which may change only some keys.
-        overrides: changes on the command line, under the same rule.
+        path: a JOB.yaml, which may change only some keys, as may the overrides.
         mapping: the job as given from Python, instead of `path`: with the objects that no run folder can hold.
-
-    Raises:
-        InputError: there is no such run, it is still running (with its host and pid), or a key may not change.
     """
     if resume == "auto":
         assert loaded is not None
@@ -153,7 +137,10 @@ def open_resumed(
             expected="a run that has ended",
             remedy="stop it first, or wait",
         )
-    original = _with_earlier_changes(run, run.recorded_job())
+    events = run.read_rows(run.events) if run.exists(run.events) else []
+    rows = [row["changes"] for row in events if row["kind"] == "driver_start" and row.get("changes")]
+    earlier = [f"{key}={json.dumps(value)}" for changes in rows for key, value in changes.items()]
+    original = apply_overrides(run.recorded_job(), earlier)[0]  # an extension outlives an interruption
     path = path and Path(typed_path(str(path), key=str(path)))
     given = load_yaml(read_job(path), origin=str(path)) if path else original if mapping is None else mapping
     merged, _ = apply_overrides(given, overrides)
@@ -167,9 +154,19 @@ def open_resumed(
             expected=f"{describe(before)}, with which the run started",
             remedy="this key cannot change on resume; start a new run without --resume to change it",
         )
-    loaded = _from_run(load_spec(mapping=merged), changed)
+    loaded = load_spec(mapping=merged)
+    sources = {
+        key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
+        for key, source in loaded.sources.items()
+    }
+    loaded = replace(loaded, sources=sources)
     check_objects(loaded.spec)
-    _refuse_fewer_steps(run, loaded, changed)
+    most, reached = loaded.spec.loop.max_steps, max(run.saved_steps(), default=0)
+    if "loop.max_steps" in changed and most is not None and most <= reached:
+        raise InputError(
+            "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
+            remedy=f"`{shell_command('export', path_from_here(run.path))}` writes its weights without training",
+        )  # fmt: skip
     longer = bool({"loop.max_steps", "loop.epochs"} & set(changed))  # so that a finished run continues
     return Resumed(run, loaded, changed, finished=run.finished() and not longer)
 
@@ -179,9 +176,6 @@ def check_checkpoints(resumed: Resumed) -> Resumed:
 
     A run that was interrupted before its first checkpoint was complete begins at step 0, and is no error. Without this
     check, a run with damaged checkpoints would begin there too, and its metrics and weights would be replaced.
-
-    Raises:
-        InputError: it has complete checkpoints, and all are damaged.
     """
     from raytrain.checkpoint.reader import check  # imports torch
 
@@ -215,88 +209,37 @@ def changed_values(resumed: Resumed | None) -> dict[str, Any]:
     return found
 
 
-def _with_earlier_changes(run: RunFolder, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's own job with what earlier resumes changed: an extension outlives an interruption."""
-    events = run.read_rows(run.events) if run.exists(run.events) else []
-    rows = [row["changes"] for row in events if row["kind"] == "driver_start" and row.get("changes")]
-    given = [f"{key}={json.dumps(value)}" for changes in rows for key, value in changes.items()]
-    return apply_overrides(mapping, given)[0]
-
-
-def _refuse_fewer_steps(run: RunFolder, loaded: LoadedSpec, changed: list[str]) -> None:
-    """Refuse a new number of steps that the run has reached already."""
-    most = loaded.spec.loop.max_steps
-    if "loop.max_steps" not in changed or most is None:
-        return
-    reached = max(run.saved_steps(), default=0)
-    if most <= reached:
-        raise InputError(
-            "loop.max_steps", got=str(most), expected=f"more than {reached}, the step of the newest checkpoint",
-            remedy=f"`{shell_command('export', path_from_here(run.path))}` writes its weights without training",
-        )  # fmt: skip
-
-
-def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
-    """The same job, with the keys that --resume did not change marked as coming from the run."""
-    sources = {
-        key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
-        for key, source in loaded.sources.items()
-    }
-    return replace(loaded, sources=sources)
-
-
 # ---------------------------------------------------------------- run folder
 # Opens the folder of a run: checks the machine, creates or resumes the folder, writes the records of the start.
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run folder that is ready for training.
-
-    Attributes:
-        plan: the plan, as written to plan.json.
-        attempt: number of the command's first attempt.
-        claimed: number of the next attempt, which the driver has taken for its workers.
-    """
+    """A run folder that is ready for training."""
 
     run: RunFolder
-    plan: Plan
-    attempt: int
-    claimed: int
+    plan: Plan  # as written to plan.json
+    attempt: int  # number of the command's first attempt
+    claimed: int  # number of the next attempt, which the driver has taken for its workers
 
 
 @dataclass(frozen=True)
 class RunPlanner:
-    """Plans a job for the machines that are there, and opens its run folder.
-
-    Attributes:
-        spec: the job of `loaded` with absolute paths.
-        checked: what the checks on the driver found.
-        resumed: the run to resume; None makes a new one.
-        began: when the command started, in unix seconds.
-        phases: what takes its seconds.
-        verbose: print the whole plan.
-    """
+    """Plans a job for the machines that are there, and opens its run folder."""
 
     loaded: LoadedSpec
-    spec: JobSpec
+    spec: JobSpec  # that of `loaded` with absolute paths
     checked: Checked
     _: KW_ONLY
-    resumed: Resumed | None
-    began: float
+    resumed: Resumed | None  # the run to resume; None makes a new one
+    began: float  # when the command started, in unix seconds
     phases: Phases
     console: Console
-    verbose: bool = False
+    verbose: bool = False  # print the whole plan
 
     def open(self, inventory: Inventory, *, shared: bool = False) -> OpenRun:
         """Make the run folder, or open the resumed one, write the records of this command and print what it will do.
-
-        Args:
-            inventory: the machines; those of the connected cluster if it is `shared`.
-
-        Raises:
-            InputError: a check of the machines failed, or they or the checkpoint do not fit the job.
-        """
+        The machines are those of the connected cluster if it is `shared`."""
         resumed, console = self.resumed, self.console
         plan = self._plan(inventory, hosts_of_run=None if resumed is None else resumed.hosts())
         if shared:

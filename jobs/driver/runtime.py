@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from cluster.environment import LOOPBACK, ray_environment, restored_environment
 from cluster.network import answers, head_problem, loopback_only
@@ -36,17 +35,12 @@ CALL_INIT = "does not work any more, and the connection is shut down; call ray.i
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster that this process is connected to.
+    """A Ray cluster that this process is connected to."""
 
-    Attributes:
-        local: started by this command, for this command only, on loopback.
-        folder: a private directory of the command.
-        ended: once set, no thread may call Ray: it would start another cluster, or end the process.
-    """
-
-    local: bool
+    local: bool  # started by this command, for this command only, on loopback
     address: str
-    folder: str
+    folder: str  # a private directory of the command
+    # once set, no thread may call Ray: it would start another cluster, or end the process
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -54,9 +48,6 @@ def cluster_address(configured: str | None) -> str:
     """The cluster of torchrun's nodes, else `cluster.address`, else the one this job was submitted to, else "local".
 
     Returns "connected" if this process (a notebook) is connected to a cluster already: it is used and left running.
-
-    Raises:
-        InputError: Ray does not work in this interpreter, or none of several addresses answers.
     """
     if sys.flags.optimize > 1:
         remedy = "Ray Train needs its docstrings, which level 2 removes"
@@ -115,10 +106,9 @@ def cluster_size(plan: Plan | None) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int = 0) -> Iterator[Cluster]:
-    """Connect to `address`, or start a private cluster if it is "local"; shut down at the end.
+    """Connect to `address`, or start a private cluster (`cluster.ray_runtime`) if it is "local"; shut down at the end.
 
-    A local cluster is private (`cluster.ray_runtime`). Call it in the main thread, since Ray ties the cluster's
-    lifetime to the thread that started it.
+    Call it in the main thread, since Ray ties the cluster's lifetime to the thread that started it.
 
     Args:
         num_cpus, num_gpus: logical resources that a local cluster declares.
@@ -167,7 +157,13 @@ def _loggers_restored() -> Iterator[None]:
 
 
 def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int) -> Iterator[Cluster]:
-    address = _running() if address == "auto" else address
+    if address == "auto":  # Ray would look for it itself, but not see that a cluster listens on loopback only
+        from raytrain.execution.ray_private import running_address
+
+        try:
+            address = running_address()
+        except ConnectionError as error:
+            raise unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
     variables = ray_environment(local_cluster=address == "local", quiet=not verbose)
     if loopback_only(address):
         variables |= LOOPBACK
@@ -184,9 +180,14 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
             folder = stack.enter_context(private_folder())
         cluster = Cluster(address == "local", address, folder)
         try:
-            _start(cluster, options, verbose=verbose)
+            with restored_handlers():  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
+                # imported meanwhile is what the driver needs next; the slowest are Ray Train and pandas
+                start_ray(cluster.address, options, folder=cluster.folder, imports="raytrain.execution.trainer")
             from raytrain.execution.ray_private import no_pages_of_daemons  # imports Ray
+            from raytrain.execution.trainer import quiet_ray
 
+            if not verbose:
+                quiet_ray()
             with _ray_errors_explained(), contextlib.nullcontext() if verbose else no_pages_of_daemons():
                 yield cluster
         finally:
@@ -194,30 +195,6 @@ def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, wor
             with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
                 if "ray" in sys.modules:
                     sys.modules["ray"].shutdown()
-
-
-def _running() -> str:
-    """The address of "auto": `RAY_ADDRESS`, or a cluster that runs on this machine.
-
-    Ray would look for it itself, but not see that a cluster listens on loopback only, and try another address.
-    """
-    from raytrain.execution.ray_private import running_address
-
-    try:
-        return running_address()
-    except ConnectionError as error:
-        raise unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
-
-
-def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
-    """Start the private cluster, or connect to a running one; `start_ray` says what it raises."""
-    with restored_handlers():  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
-        # imported meanwhile is what the driver needs next; the slowest are Ray Train and pandas, which it imports
-        start_ray(cluster.address, options, folder=cluster.folder, imports="raytrain.execution.trainer")
-    from raytrain.execution.trainer import quiet_ray
-
-    if not verbose:
-        quiet_ray()
 
 
 @contextlib.contextmanager

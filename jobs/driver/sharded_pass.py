@@ -39,7 +39,6 @@ class ShardedPass(FirstBatch):
     sharded: bool = True
 
     def run(self) -> None:
-        """Run it. Raises InputError where it fails, and Skipped."""
         from raytrain.train.parallel.fsdp import Sharded, local
         from raytrain.train.parallel.fsdp_passes import explained
 
@@ -72,7 +71,6 @@ class ShardedPass(FirstBatch):
 
 
 def check_sharded_pass(first: FirstBatch) -> None:
-    """Compare the passes."""
     from raytrain.train.parallel.fsdp_passes import unfit
 
     plain = _tried(first, sharded=False)

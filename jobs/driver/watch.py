@@ -50,12 +50,8 @@ HEAD_SILENT_S = 40.0
 
 
 def describe_loss(address: str, ranks: list[int], hosts: list[int], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """What was lost with a node that Ray reports as dead and what happens next, in one line.
-
-    Args:
-        ranks, hosts: workers and expert hosts of this run that ran there.
-        nodes: `ray.nodes()`. What they have in all is said: what is free changes as the lost workers end.
-    """
+    """What was lost with a node that Ray reports as dead and what happens next, in one line. It says what `nodes`
+    (`ray.nodes()`) have in all: what is free changes as the lost workers end."""
     what = [f"rank {rank}" for rank in ranks] + [f"expert host {host}" for host in hosts]
     ran = f"{', '.join(what)} ran there" if what else "nothing of this run was there"
     alive = [node["Resources"] for node in nodes if node["Alive"]]
@@ -71,30 +67,19 @@ def describe_loss(address: str, ranks: list[int], hosts: list[int], nodes: Seque
 
 
 class ClusterWatch:
-    """Looks at Ray's own processes and nodes from the driver, every `LOOK_EVERY_S` seconds.
-
-    Args:
-        local: the cluster is private to this command: its daemons are children of this process.
-        clock: seconds; replaced in tests.
-
-    Attributes:
-        controller: process id of Ray Train's controller, once it was seen.
-        looked_now: the last call looked at the nodes.
-    """
+    """Looks at Ray's own processes and nodes from the driver, every `LOOK_EVERY_S` seconds. The daemons of a `local`
+    cluster are children of this process."""
 
     def __init__(self, *, local: bool, clock: Clock = time.monotonic) -> None:
         self._local, self._clock = local, clock
-        self.controller: int | None = None
-        self.looked_now = False
+        self.controller: int | None = None  # process id of Ray Train's controller, once it was seen
+        self.looked_now = False  # whether the last call looked at the nodes
         self._looked = self._answered = clock()
         self._alive: dict[str, str] = {}
 
     def lost_nodes(self) -> dict[str, str]:
-        """Node id -> address of the nodes that died since the last call.
-
-        Raises:
-            ClusterLost: a daemon of the private cluster died, or the head has not answered for `HEAD_SILENT_S`.
-        """
+        """Node id -> address of the nodes that died since the last call. Errors: ClusterLost, a daemon of the private
+        cluster died, or the head has not answered for `HEAD_SILENT_S`."""
         dead = dead_daemons()
         if dead:
             raise ClusterLost(f"Ray's process {' and '.join(dead)} died")
@@ -192,7 +177,6 @@ def fit_watched(
 
     Args:
         data: the data that the driver read for all workers; None if each worker opens the source itself.
-        activity: says what is awaited until the workers start.
 
     Raises:
         Interrupted: a signal arrived before the first step.
@@ -263,15 +247,11 @@ class _Fit:
         self.channel = driver_channel.open_channel()
         fraction, memory_limit = spec.cluster.memory_fraction / opened.plan.per_gpu, spec.cluster.memory_limit
         self._hosts = start_hosts(
-            opened.plan,
-            opened.run,
-            local=cluster.local,
-            interface="lo" if cluster.local else spec.cluster.interface,
-            retry=spec.retry,
-            begin=activity.begin,
+            opened.plan, opened.run, local=cluster.local,
+            interface="lo" if cluster.local else spec.cluster.interface, retry=spec.retry, begin=activity.begin,
             limits=ProcessLimits(fraction, memory_limit, spec.loop.deterministic),
             telemetry=HostTelemetry(opened.run.path, spec.telemetry.every, memory_limit, self.channel),
-        )
+        )  # fmt: skip
         self.progress: Mapping[str, Any] = {}
         self.stuck = StuckWorkers(opened.run, self.channel, spec.retry, local=cluster.local)
         self._warned: set[str] | None = None
@@ -281,14 +261,10 @@ class _Fit:
         self._elastic = None
         if isinstance(bounds, tuple) and not cluster.local:
             self._elastic = ElasticWorkers(bounds, workers)
+        connection, attempt = self._hosts.connection, opened.attempt
         job = train_job(
-            spec,
-            opened.plan,
-            opened.run,
-            attempt=opened.attempt,
-            claimed=opened.claimed,
-            connection=self._hosts.connection,
-        )
+            spec, opened.plan, opened.run, attempt=attempt, claimed=opened.claimed, connection=connection
+        )  # fmt: skip
         options = {
             "data": data,
             "channel": self.channel,
@@ -325,10 +301,7 @@ class _Fit:
         """End `fit` by ending Ray Train's controller, which it waits for; returns whether it has ended in time.
 
         To shut Ray down before would end this process with a segmentation fault: its client (2.60) does not wake a
-        thread that waits for a result, but frees what the thread reads.
-
-        Args:
-            lost: the cluster cannot be asked for the controller.
+        thread that waits for a result, but frees what the thread reads. A `lost` cluster cannot be asked for it.
         """
         ends = time.monotonic() + limit_s
         ended: int | None = None
@@ -390,11 +363,7 @@ class _Fit:
         self.change = change
 
     def new_warnings(self, warnings: Sequence[Mapping[str, Any]], signs: Signs) -> list[str]:
-        """Record the warnings of telemetry that this run has not had yet, and return their lines.
-
-        Args:
-            signs: the process of a worker is named with its rank.
-        """
+        """Record the warnings of telemetry that this run has not had yet, and return their lines."""
         if not warnings:
             return []
         if self._warned is None:  # those of earlier commands on the same run count too
@@ -429,25 +398,16 @@ def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals
     """Show what the workers reported and printed; return False if the channel does not answer."""
     channel = fitting.channel
     try:
-        answers = ray.get(
-            [
-                channel.progress.remote(),
-                channel.printed_lines.remote(last=last),
-                channel.last_signs.remote(),
-                channel.warnings.remote(),
-                channel.stacks.remote(),
-            ],
-            timeout=ANSWER_TIMEOUT_S,
-        )
+        asked = [channel.progress.remote(), channel.printed_lines.remote(last=last), channel.last_signs.remote()]
+        asked += [channel.warnings.remote(), channel.stacks.remote()]
+        answers = ray.get(asked, timeout=ANSWER_TIMEOUT_S)
     except ray.exceptions.RayError:  # too slow, or it died: `fit` reports the outcome
         display.show(dict(fitting.progress), missing=fitting.missing)
         return False
     fitting.progress, lines, signs, warnings, stacks = answers
     if lines:
         display.print_lines(lines)
-    for line in fitting.new_warnings(warnings, signs):
-        display.print_lines(line)
-    for line in fitting.stuck.lines(fitting.progress, signs, stacks):
+    for line in [*fitting.new_warnings(warnings, signs), *fitting.stuck.lines(fitting.progress, signs, stacks)]:
         display.print_lines(line)
     display.show(dict(fitting.progress), missing=fitting.missing)
     if fitting.progress.get("phase") == "training":

@@ -39,19 +39,18 @@ BLOCK = 1 << 20
 
 
 def follow_job(server: JobServer, job_id: str) -> int:
-    """Print the log of a job to its end, and return the exit code of the job.
-
-    Ctrl-C and SIGTERM detach: the job keeps running, and the exit code is 130.
-
-    Raises:
-        RunError: the server was silent for too long; the job may still run.
-    """
+    """Print the log of a job to its end, and return the exit code of the job. Ctrl-C and SIGTERM detach: the job keeps
+    running, and the exit code is 130."""
     try:
         job = follow_log(server, job_id)
     except KeyboardInterrupt:
         say(f"{job_id} keeps running. {go_on(server, job_id)}")
         return INTERRUPTED
-    say(f"{job_id}: {outcome(job)}, exit code {exit_code(job)}{_explained(job)}")
+    lines = [line.strip() for line in (job.message or "").splitlines() if line.strip()]
+    why = ""
+    if job.driver_exit_code is None and lines:  # no command of ours could say anything; of pip's many lines the error
+        why = f" ({next((line for line in reversed(lines) if line.startswith('ERROR:')), lines[0])})"
+    say(f"{job_id}: {outcome(job)}, exit code {exit_code(job)}{why}")
     return exit_code(job) or 0
 
 
@@ -60,10 +59,6 @@ def follow_log(server: JobServer, job_id: str) -> JobDetails:
 
     The whole log is asked for again and again: Ray's stream of a log may end while the job runs (ray #57002, #60665),
     or stay silent after its connection was lost.
-
-    Raises:
-        RunError: the server was silent for too long; the job may still run.
-        InputError: the server does not know the job any more.
     """
     job, printed, answered, pause_s = None, 0, time.monotonic(), EVERY_S
     while True:
@@ -98,7 +93,6 @@ def go_on(server: JobServer, job_id: str) -> str:
 
 
 def print_log(text: str) -> None:
-    """Print a piece of a log as it is."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -108,26 +102,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _explained(job: JobDetails) -> str:
-    """Ray's own message, where no command of ours could say anything; of pip's many lines the one with the error."""
-    lines = [line.strip() for line in (job.message or "").splitlines() if line.strip()]
-    if job.driver_exit_code is not None or not lines:
-        return ""
-    return f" ({next((line for line in reversed(lines) if line.startswith('ERROR:')), lines[0])})"
-
-
 # ---------------------------------------------------------------- stop
 
 
 def stop_job(server: JobServer, job_id: str) -> JobDetails:
-    """Stop a job so that it saves, and return it once it has ended.
-
-    A job in which no command of raytrain looks for the request to save is stopped by Ray at once.
-
-    Raises:
-        InputError: there is no such job, or it has ended already.
-        RunError: the cluster does not take the request, or the job did not end, even killed by Ray.
-    """
+    """Stop a job so that it saves, and return it once it has ended; one in which no command of raytrain looks for the
+    request is stopped by Ray at once."""
     job = server.job(job_id)
     if job.status.is_terminal():
         ended = f"{job_id}, which has ended: {outcome(job)}, exit code {exit_code(job)}"
@@ -158,12 +138,7 @@ def stop_job(server: JobServer, job_id: str) -> JobDetails:
 
 
 def fetch(server: JobServer, job: JobDetails, target: Path) -> Path:
-    """Copy the run of an ended job below `target`, and return its folder there.
-
-    Raises:
-        InputError: the job still runs, has no run folder on a disk of the cluster, or the folder exists already.
-        RunError: the copy differs from what was packed on the cluster; nothing is left at the target.
-    """
+    """Copy the run of an ended job below `target`, and return its folder there."""
     job_id, save_dir = str(job.submission_id), record_of(job).get("save_dir")
     if not job.status.is_terminal():
         raise InputError("ID", got=f"{job_id}, which is {job.status.value}", expected="a job that has ended")
@@ -199,15 +174,7 @@ def fetch(server: JobServer, job: JobDetails, target: Path) -> Path:
 
 
 def unpack(archive: Any, folder: Path, packed: Mapping[str, Any]) -> Path:
-    """Unpack an archive to `folder`, which appears only when everything is there.
-
-    Args:
-        archive: a file open for reading.
-        packed: size and SHA-256 of the archive on the cluster (`on_cluster.pack`).
-
-    Raises:
-        RunError: the archive differs from that on the cluster.
-    """
+    """Unpack an open archive to `folder`, which appears only if size and SHA-256 are those that `packed` names."""
     size = archive.seek(0, os.SEEK_END)
     archive.seek(0)
     if (size, hashlib.file_digest(archive, "sha256").hexdigest()) != (packed["bytes"], packed["sha256"]):

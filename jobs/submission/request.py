@@ -39,20 +39,13 @@ ID = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One verb to run on a cluster.
-
-    Attributes:
-        arguments: of the verb, as the cluster gets them.
-        spec: the job; None for a verb without one, and for a resumed run that cannot be seen from here.
-        job_file: the JOB.yaml below the working directory; None for a recipe, or none.
-        save_dir: where the runs of the job are; by default the one of `spec`.
-    """
+    """One verb to run on a cluster."""
 
     verb: str
-    arguments: tuple[str, ...]
-    spec: Any = None
-    job_file: str | None = None
-    save_dir: str | None = None
+    arguments: tuple[str, ...]  # as the cluster gets them
+    spec: Any = None  # the job, if the verb has one, and if a resumed run can be seen from here
+    job_file: str | None = None  # the JOB.yaml below the working directory; None for a recipe, or none
+    save_dir: str | None = None  # where the runs of the job are; by default the one of `spec`
 
     @property
     def entrypoint(self) -> str:
@@ -69,14 +62,8 @@ class JobRequest:
 
 
 def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> JobRequest:
-    """The request to run `verb` with these arguments.
-
-    Args:
-        command: the verb itself, which parses the arguments.
-
-    Raises:
-        InputError: the arguments are wrong, or the results would be deleted with the job.
-    """
+    """The request to run `verb` with these arguments, which `command` parses. Errors: InputError, they are wrong, or
+    the results would be deleted with the job."""
     with command.make_context(verb, list(arguments)) as context:
         options = context.params
     given = tuple(_below_here(item) for item in arguments)
@@ -94,7 +81,6 @@ def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> J
 
 
 def _job_request(verb: str, given: tuple[str, ...], options: Mapping[str, Any]) -> JobRequest:
-    """The request of a verb with a job."""
     from jobs.job.spec import load_spec, refuse_later
 
     path, overrides = split_arguments(tuple(options["arguments"]))
@@ -123,11 +109,7 @@ def _job_request(verb: str, given: tuple[str, ...], options: Mapping[str, Any]) 
 
 
 def _resumed_spec(verb: str, folder: str, path: Path | None, overrides: Sequence[str]) -> Any:
-    """The job of a run or a search that is resumed, checked as the verb would; None where it cannot be seen from here.
-
-    Raises:
-        InputError: there is no run, it still runs, its checkpoints are damaged, or a key may not change.
-    """
+    """The job of a run or a search that is resumed, checked as the verb would; None if it cannot be seen from here."""
     if not os.path.isdir(folder):
         return None
     if verb == "tune":
@@ -199,29 +181,16 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Package:
-    """The archive of a working directory.
-
-    Attributes:
-        names: the files in it.
-        large: files left out because of their size, with their bytes.
-        text: one line for people.
-    """
+    """The archive of a working directory."""
 
     path: Path
-    names: frozenset[str]
-    large: dict[str, int]
-    text: str
+    names: frozenset[str]  # of the files in it
+    large: dict[str, int]  # files left out because of their size, with their bytes
+    text: str  # one line for people
 
 
 def pack(folder: Path, archive: Path) -> Package:
-    """Pack the files of `folder` that belong to a job.
-
-    Args:
-        archive: the file to write, ending in .zip.
-
-    Raises:
-        InputError: they are larger than Ray's limit; the error names the largest entries.
-    """
+    """Pack the files of `folder` that belong to a job into a new file that ends in .zip."""
     from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE as LIMIT
     from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
@@ -299,10 +268,6 @@ def _needed(request: JobRequest, folder: Path) -> Iterator[tuple[str, Path, str]
                 yield key, path, importer
 
 
-CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-"""The exceptions that a missing module raises."""
-
-
 def imported_files(module: str, folder: Path) -> dict[Path, str]:
     """Files below `folder` that a module cannot do without, each with the module that imports it.
 
@@ -326,31 +291,15 @@ def imported_files(module: str, folder: Path) -> dict[Path, str]:
 
 
 def _imports(path: Path, package: list[str]) -> Iterator[str]:
-    """Names that a file of a package imports, which may be modules."""
+    """Names that a file of a package imports in any case, which may be modules: what stands in an `if`, a `try` or a
+    `with` may be missing."""
     left = list[ast.AST]()
     with contextlib.suppress(SyntaxError, ValueError):  # the job says so
-        left = [ast.parse(path.read_bytes())]
+        left.append(ast.parse(path.read_bytes()))
     for node in left:
         yield from imported_names(node, package)
-        optional = node.body if isinstance(node, ast.Try | ast.TryStar | ast.With | ast.If) and _may_fail(node) else []
-        left += [child for child in ast.iter_child_nodes(node) if child not in optional]
-
-
-def _may_fail(node: ast.Try | ast.TryStar | ast.With | ast.If) -> bool:
-    """Whether the body of a statement may lack a module: what that raises is caught, or an import does not run it."""
-    if isinstance(node, ast.If):
-        test = ast.unparse(node.test)
-        return test in ("TYPE_CHECKING", "typing.TYPE_CHECKING") or test.startswith("__name__ ==")
-    if isinstance(node, ast.With):
-        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-        return any("suppress" in ast.unparse(call.func) and any(map(_catches, call.args)) for call in calls)
-    first = next((one for one in node.handlers if _catches(one.type)), None)
-    return first is not None and not isinstance(first.body[-1], ast.Raise)
-
-
-def _catches(kind: ast.expr | None) -> bool:
-    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
-    return any(one is None or ast.unparse(one).split(".")[-1] in CATCHES for one in kinds)
+        if not isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With):
+            left.extend(ast.iter_child_nodes(node))
 
 
 # ---------------------------------------------------------------- environment
@@ -363,11 +312,8 @@ EXACT = {"python": 2, "torch": 3, "ray": 3}
 
 
 def check_versions(here: Mapping[str, str | None], there: Mapping[str, str | None], *, install: bool) -> None:
-    """Raise InputError that names each version that differs, here and there.
-
-    Args:
-        install: the job gets the torch that is used here. Ray starts it with its own Python and its own version.
-    """
+    """Raise InputError that names each version that differs, here and there. With `install` the job gets the torch that
+    is used here; Ray starts it with its own Python and its own version."""
     differ = [name for name, parts in EXACT.items() if _release(here[name], parts) != _release(there[name], parts)]
     wrong = [name for name in differ if not (install and name == "torch")]
     if wrong:
@@ -386,11 +332,8 @@ def _release(version: str | None, parts: int) -> list[str]:
 
 
 def runtime_environment(*, working_dir: Path, install: bool) -> dict[str, Any]:
-    """Ray's runtime environment of the job: its files, this product, and its packages.
-
-    Args:
-        install: install the versions used here of every package that this product requires, except Ray itself.
-    """
+    """Ray's runtime environment of the job: its files, this product, and with `install` the versions used here of every
+    package that this product requires, except Ray itself."""
     specs = [importlib.util.find_spec(name) for name in PRODUCT]
     folders = [next(iter(spec.submodule_search_locations or [])) for spec in specs if spec is not None]
     env = {"working_dir": str(working_dir), "py_modules": folders, "excludes": ["__pycache__", "*.pyc"]}

@@ -82,11 +82,8 @@ class ServerSilent(InputError):
 
 
 class JobServer(JobSubmissionClient):
-    """A connection to the job server at `address`. A RuntimeError of its methods stands for an answer of the server.
-
-    Raises:
-        InputError: nothing answers at the address, it is no job server of Ray, or the token is wrong.
-    """
+    """A connection to the job server at `address`. A RuntimeError of its methods stands for an answer of the server; an
+    InputError says that nothing answers there, that it is no job server of Ray, or that the token is wrong."""
 
     def __init__(self, address: str | None = None) -> None:
         given = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
@@ -129,12 +126,7 @@ class JobServer(JobSubmissionClient):
         return self._do_request(method, path, **options)
 
     def submit(self, entrypoint: str, *, job_id: str, **more: Any) -> None:
-        """Submit a job; `more` are arguments of Ray's `submit_job`.
-
-        Raises:
-            InputError: the ID is taken, or Ray refuses the job or its files.
-            RunError: the server did not answer: whether the job is submitted is not known.
-        """
+        """Submit a job; `more` are arguments of Ray's `submit_job`."""
         try:
             self.submit_job(entrypoint=entrypoint, submission_id=job_id, **more)
         except RuntimeError as error:
@@ -182,11 +174,7 @@ class JobServer(JobSubmissionClient):
     @contextlib.contextmanager
     def asked(self, *arguments: str, limit_s: float = 120.0) -> Iterator[dict[str, Any]]:
         """Run `on_cluster.py` on the cluster: its answer and the `node` it runs on. It is stopped at the end, and
-        removed from the list of jobs.
-
-        Raises:
-            RunError: it failed, or gave no answer in time.
-        """
+        removed from the list of jobs."""
         job_id = f"{SCRIPT}{secrets.token_hex(6)}"
         entrypoint = f"python -c {shlex.quote(Path(on_cluster.__file__).read_text())} {shlex.join(arguments)}"
         ends = time.monotonic() + limit_s

@@ -16,12 +16,7 @@ def job_of(
     options: BenchOptions, model: dict[str, Any], data: Any, *, name: str, loop: dict[str, Any], workers: int = 1,
     threads: int = 1, **sections: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """A job on the CPU that trains on all of its data.
-
-    Args:
-        data: the path of a text, or training data for `data.train`.
-        loop: keys of the section, over an endless `max_steps`. sections: further sections.
-    """
+    """A job on the CPU that trains on all of its data, which is the path of a text or is given as `data.train`."""
     source = {"source": "text", "path": str(data)} if isinstance(data, Path) else {"train": data}
     return {
         "name": f"bench-{name}",
@@ -46,7 +41,6 @@ def perceptron_model(width: int, *, classes: int) -> dict[str, Any]:
 
 
 def draw_bytes(seed: int, size: int = 60_000) -> bytes:
-    """So many random letters."""
     draw = torch.Generator().manual_seed(seed)
     return bytes(torch.randint(97, 123, (size,), generator=draw, dtype=torch.uint8).tolist())
 

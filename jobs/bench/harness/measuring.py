@@ -20,23 +20,14 @@ import numpy as np
 
 from cluster.environment import environment_record
 
-SCHEMA = 1
 LEVEL = 0.95
 RESAMPLES = 4000
 NO_DIFFERENCE = "no difference shown"
 
 
 def alternate(arms: Mapping[str, Callable[[], float]], *, blocks: int, dropped: int = 1) -> dict[str, list[float]]:
-    """Run one block of each arm in turn, the order reversed at every repetition.
-
-    Args:
-        arms: name -> run one block, return its value (seconds, lower is better).
-        blocks: repetitions that are kept.
-        dropped: warm-up repetitions before them (caches, allocators, optimizer state).
-
-    Returns:
-        name -> values, one for each kept repetition; position i of every arm belongs to the same repetition.
-    """
+    """Run one block of each arm in turn, the order reversed at every repetition, and return the values of each by
+    repetition, without those of the `dropped` first ones (caches, allocators, optimizer state)."""
     values: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     for repetition in range(dropped + blocks):
@@ -79,7 +70,6 @@ class Goal:
     at_most: float | None = None
 
     def met(self, value: float) -> bool:
-        """Whether the median reaches it."""
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
     def __str__(self) -> str:
@@ -88,22 +78,15 @@ class Goal:
 
 @dataclass(frozen=True)
 class Ratio(Interval):
-    """`of` / `to`, pair by pair.
-
-    Attributes:
-        values: one ratio for each repetition.
-        verdict: "TO is faster" or "slower" than `of` ("smaller" or "larger" if the values are not times), if the
-            interval excludes 1; else "no difference shown".
-        goal, met: the goal, and whether the median reaches it; None without a goal.
-    """
+    """`of` / `to`, pair by pair."""
 
     name: str
     of: str
     to: str
-    values: list[float]
-    verdict: str
+    values: list[float]  # one for each repetition
+    verdict: str  # "TO is faster" or "slower" than `of`, if the interval excludes 1
     goal: Goal | None = None
-    met: bool | None = None
+    met: bool | None = None  # whether the median reaches the goal
 
 
 def compare(
@@ -143,42 +126,30 @@ def equal_series(name: str, ours: Sequence[float], theirs: Sequence[float], *, r
 
 @dataclass(frozen=True)
 class Claim:
-    """A claimed effect, and whether it was reproduced on this machine.
-
-    `verdict` is "reproduced", "not reproduced" or "not measurable here"; `evidence` gives the numbers.
-    """
+    """A claimed effect, and whether it was reproduced on this machine."""
 
     effect: str
-    verdict: str
+    verdict: str  # "reproduced", "not reproduced" or "not measurable here"
     evidence: str
 
 
 @dataclass
 class BenchMeasurement:
-    """The document of one bench; filled while it runs.
-
-    Attributes:
-        say: tells the person at the terminal what is being measured.
-        block, unit: what one value of an arm measures.
-        arms: name -> raw values.
-        values: everything else that was measured, by name.
-        advice: further lines of the printed output. picture: a plot spec (`raytrain.report.plots.figure`), saved next
-            to the document.
-    """
+    """The document of one bench; filled while it runs."""
 
     bench: str
     quick: bool
     settings: dict[str, Any]
-    say: Callable[[str], None] = lambda text: None
-    block: str = ""
+    say: Callable[[str], None] = lambda text: None  # tells the person at the terminal what is being measured
+    block: str = ""  # what one value of a variant measures
     unit: str = "s"
     checks: list[Check] = field(default_factory=list)
     arms: dict[str, list[float]] = field(default_factory=dict)
     ratios: list[Ratio] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    advice: list[str] = field(default_factory=list)
-    picture: dict[str, Any] | None = None
+    values: dict[str, Any] = field(default_factory=dict)  # everything else that was measured
+    advice: list[str] = field(default_factory=list)  # further printed lines
+    picture: dict[str, Any] | None = None  # for `raytrain.report.plots.figure`, saved next to the document
     began: float = field(default_factory=time.time)
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
@@ -212,17 +183,25 @@ class BenchMeasurement:
 
     @property
     def passed(self) -> bool:
-        """Whether all conditions of the gate hold; False if there are none."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain values, without ratios and claims if the gate failed."""
+        torch: Any = sys.modules.get("torch")  # not imported only for the number of threads
         return {
-            "schema": SCHEMA,
+            "schema": 1,
             "bench": self.bench,
             "quick": self.quick,
             "settings": self.settings,
-            "environment": header(self.began, load_before=self.load_before),
+            "environment": {
+                **environment_record(),
+                "date": datetime.fromtimestamp(self.began, UTC).isoformat(timespec="seconds"),
+                "command": shlex.join(["raytrain", *sys.argv[1:]]),
+                "threads": torch.get_num_threads() if torch else None,
+                "seconds": time.time() - self.began,
+                "load_before": self.load_before,
+                "load_after": os.getloadavg()[0],
+            },
             "gate": {"passed": self.passed, "checks": [asdict(check) for check in self.checks]},
             "block": self.block,
             "arms": {
@@ -235,7 +214,6 @@ class BenchMeasurement:
         }
 
     def lines(self) -> list[str]:
-        """The printed output."""
         shown = [f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}" for check in self.checks]
         if not self.passed:
             return [*shown, "the gate failed: nothing is compared", *self.advice]
@@ -244,21 +222,6 @@ class BenchMeasurement:
             shown.append(f"{ratio.name}: {ratio:.3f} over {len(ratio.values)} blocks, {ratio.verdict}{goal}")
         claims = [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
         return [*shown, *claims, *self.advice]
-
-
-def header(began: float, *, load_before: float) -> dict[str, Any]:
-    """The machine, versions, threads, command, and load averages, which show whether the machine was idle."""
-    record = environment_record()
-    torch: Any = sys.modules.get("torch")  # not imported only for the header
-    return {
-        **record,
-        "date": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["raytrain", *sys.argv[1:]]),
-        "threads": torch.get_num_threads() if torch else None,
-        "seconds": time.time() - began,
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
-    }
 
 
 def matrix_units(flags: Mapping[str, bool]) -> str:

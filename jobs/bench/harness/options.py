@@ -65,7 +65,6 @@ class BenchOptions(Section):
 
     @property
     def thread_count(self) -> int:
-        """`threads`; the number of CPUs for "auto"."""
         return self.threads if isinstance(self.threads, int) else local_inventory().cpus
 
 
@@ -78,7 +77,6 @@ class GptOptions(BenchOptions):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the GPT, by the names of its keys."""
         return self.model_dump(include={"layers", "heads", "width", "context"})
 
 
@@ -90,11 +88,7 @@ class TextOptions(GptOptions):
 
 
 def load_bench(name: str) -> tuple[type[BenchOptions], Callable[..., None]]:
-    """Import the bench of this name: its options, and its `run(options, found)`, which fills a `BenchMeasurement`.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Import the bench of this name: its options, and its `run(options, found)`, which fills a `BenchMeasurement`."""
     if name not in BENCHES:
         raise InputError(
             "bench", got=name, expected=f"one of {', '.join(BENCHES)}", remedy="`raytrain bench --list` describes them"
@@ -111,12 +105,15 @@ EXPECTED = "a JSON document of `raytrain bench`"
 
 
 def write_summary(path: Path) -> Path:
-    """Writes FILE.md beside a bench's FILE.json and returns its path.
-
-    Raises:
-        InputError: no such file, or not a document of a bench.
-    """
-    document = _read(path)
+    """Write FILE.md beside a bench's FILE.json and return its path."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(str(path), got=str(error), expected=EXPECTED) from error
+    needed = {"bench", "environment", "gate", "ratios", "claims", "values"}
+    missing = sorted(needed - set(document)) if isinstance(document, dict) else sorted(needed)
+    if missing:
+        raise InputError(str(path), got=f"JSON without {', '.join(missing)}", expected=EXPECTED)
     page = path.with_suffix(".md")
     page.write_text("\n".join(summary_lines(document)) + "\n", encoding="utf-8")
     return page
@@ -158,13 +155,11 @@ def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """The table as Markdown."""
     head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
     return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in CELLS) + " |" for row in rows)]
 
 
 def count_line(rows: list[dict[str, str]]) -> str:
-    """The number of claims by verdict."""
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
     return f"{sum(counts.values())} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
@@ -182,25 +177,12 @@ def _machine(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(str(path), got=str(error), expected=EXPECTED) from error
-    needed = {"bench", "environment", "gate", "ratios", "claims", "values"}
-    missing = sorted(needed - set(document)) if isinstance(document, dict) else sorted(needed)
-    if missing:
-        raise InputError(str(path), got=f"JSON without {', '.join(missing)}", expected=EXPECTED)
-    return document
-
-
 # ---------------------------------------------------------------- command
 
 DEFAULT_FOLDER = Path("runs") / "bench"
 
 
 def list_lines() -> list[str]:
-    """A line for each bench: its name and what it measures."""
     width = max(map(len, BENCHES))
     return [f"{name:<{width}}  {measures}" for name, measures in BENCHES.items()]
 
@@ -211,22 +193,14 @@ def bench_names() -> list[tuple[str, str]]:
 
 
 def bench_section(name: str) -> tuple[str, list[tuple[str, str]]]:
-    """For `bench NAME --help`: a title, and (`key = default`, meaning and accepted values) of each key.
-
-    Raises:
-        InputError: no such bench.
-    """
+    """For `bench NAME --help`: a title, and (`key = default`, meaning and accepted values) of each key."""
     keys = key_rows(load_bench(name)[0])
     rows = [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})") for row in keys]
     return f"Keys with their defaults, as key=value, of {name}: {BENCHES[name]}", rows
 
 
 def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOptions:
-    """The options of bench `name`: its defaults, overridden by the quick values, overridden by the command line.
-
-    Raises:
-        InputError: no such bench, or an unknown key or an invalid value.
-    """
+    """The options of bench `name`: its defaults, overridden by the quick values, overridden by the command line."""
     kind, _ = load_bench(name)
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)

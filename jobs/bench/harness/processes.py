@@ -26,7 +26,6 @@ from raytrain.errors import RunError
 
 #: Environment variable with the path of the arm's socket; Ray's workers inherit it from the process that starts them.
 ADDRESS = "RAYTRAIN_BENCH_SOCKET"
-#: Seconds within which an arm must answer.
 ANSWER_TIMEOUT_S = 180.0
 #: Seconds within which a process must exit after its last block: a run writes its report.
 EXIT_TIMEOUT_S = 120.0
@@ -38,11 +37,7 @@ LOG_TAIL = 2000
 
 
 def receive(line: Connection, *, within_s: float | None = None) -> Any:
-    """Wait for one message.
-
-    Raises:
-        RunError: the other end closed the connection, or sent nothing within so many seconds.
-    """
+    """Wait for one message. Errors: RunError, the other end closed the connection, or sent nothing in time."""
     try:
         if not line.poll(within_s):
             raise RunError(f"the other process sent nothing within {within_s:g} s")
@@ -68,12 +63,7 @@ def serve_blocks(run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 class Arms:
-    """The arms of a bench; a context manager that ends them on exit.
-
-    Attributes:
-        folder: private temporary folder for sockets, settings, logs and results; removed at the end.
-        started: all of them.
-    """
+    """The arms of a bench, and a private folder for their files; a context manager that ends and removes them."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rtb-"))  # mode 0700, and short: socket paths end at 107 bytes
@@ -89,7 +79,6 @@ class Arms:
                 stack.callback(arm.close, kill=exception[0] is not None)
 
     def await_ready(self) -> None:
-        """Wait until the processes of every arm have connected; see `ArmProcesses`."""
         for arm in self.started:
             arm.await_ready()
 
@@ -137,11 +126,7 @@ class ArmProcesses:
             raise RunError(f"the arm {self.arm!r}: {error}; {log_tail(self._log)}") from error
 
     def await_ready(self) -> None:
-        """Wait until they have connected.
-
-        Raises:
-            RunError: with the end of their log, if one of them exited.
-        """
+        """Wait until they have connected; one that exits before is a RunError."""
         with self._explained():
             while len(self._lines) < self._connecting:
                 try:
@@ -154,11 +139,7 @@ class ArmProcesses:
                     self._lines.append(Connection(accepted.detach()))
 
     def ask_all(self, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
-        """Send a request to all that are connected, and return their answers.
-
-        Raises:
-            RunError: with the end of their log, if one of them exited or did not answer in time.
-        """
+        """Send a request to all that are connected, and return their answers."""
         with self._explained():
             for line in self._lines:
                 line.send({"steps": steps, **more})
@@ -169,12 +150,8 @@ class ArmProcesses:
         return max(self.ask_all(steps=steps, **more), key=lambda answer: answer["seconds"])
 
     def close(self, *, kill: bool = False) -> None:
-        """Tell them that there are no more blocks, and wait until they exit. They are ended with `kill`, or if they do
-        not exit in time.
-
-        Raises:
-            RunError: one of them failed.
-        """
+        """Tell them that there are no more blocks, and wait until they exit; end them with `kill`, or if they do not.
+        One that failed is a RunError."""
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.send({"steps": 0})
@@ -196,16 +173,11 @@ class ArmProcesses:
 
 
 def log_tail(log: Path) -> str:
-    """The end of a log, as part of a sentence."""
     return f"its log ends with:\n{log.read_text(errors='replace')[-LOG_TAIL:]}"
 
 
 def run_command(command: list[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command to its end; returns its standard output.
-
-    Raises:
-        RunError: it failed.
-    """
+    """Run a command to its end; returns its standard output. Errors: RunError, it failed."""
     variables = {**os.environ, **(environment or {})}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:

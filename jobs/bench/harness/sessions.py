@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.bench.harness.measuring import BenchMeasurement
+from jobs.driver.build import kept_for_backward
 from jobs.driver.local_session import session_of
 from raytrain.execution.reporter import SilentReporter
 
@@ -52,7 +53,6 @@ class PlainLoop:
         self.max_steps, self.warmup, self.done = max_steps, min(100, max_steps // 20), 0
 
     def step(self) -> Tensor:
-        """One optimizer step; returns its loss."""
         self.done += 1
         for group in self.optimizer.param_groups:
             group["lr"] = LR * self.factor(self.done)
@@ -97,13 +97,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def synchronize() -> None:
-    """Wait for a GPU; a CPU computes synchronously."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Run it, wait for the device, and return the seconds."""
     synchronize()
     began = time.perf_counter()
     run()
@@ -129,14 +127,7 @@ class RunLog(SilentReporter):
 
 
 class SessionArm:
-    """A prepared session whose loop runs a block of steps at a time.
-
-    Args:
-        connection: to the processes that hold the experts, see `session_of`.
-
-    Attributes:
-        log: what the loop reports.
-    """
+    """A prepared session whose loop runs a block of steps at a time; `connection` as for `session_of`."""
 
     def __init__(self, job: Mapping[str, Any], *, precision: str = "fp32", connection: Any = None) -> None:
         self.session = session_of(job, connection=connection)
@@ -146,7 +137,6 @@ class SessionArm:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of all logged steps."""
         return self.log.losses
 
     def run(self, steps: int) -> float:
@@ -178,15 +168,6 @@ def restored_threads(threads: int | None = None) -> Iterator[None]:
 
 def saved_for_backward(module: nn.Module, forward: Callable[[], Any]) -> int:
     """The bytes that autograd saves for backward in `forward`, without parameters, each storage once."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_for_backward(module.parameters()) as kept:
         _kept_alive = forward()
-    return sum(storage.nbytes() for storage in saved.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

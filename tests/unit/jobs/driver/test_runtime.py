@@ -64,7 +64,7 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=RuntimeError))
-    monkeypatch.setattr("jobs.driver.runtime._start", lambda *given, **more: None)
+    monkeypatch.setattr("jobs.driver.runtime.start_ray", lambda *given, **more: None)
     monkeypatch.setattr("jobs.driver.runtime.answers", lambda address: True)
     monkeypatch.setitem(sys.modules, "raytrain.execution.trainer", SimpleNamespace(quiet_ray=lambda: None))
     address = "10.0.0.4:6379" if ours else "connected"

@@ -10,7 +10,7 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 from rich.console import Console
 
 from jobs.submission.server import RECORD
-from jobs.submit import print_job, print_jobs, row_of
+from jobs.submit import print_jobs, row_of
 
 AT = 1_800_000_000.0
 SAVE = {"verb": "train", "save_dir": "/mnt/shared/team/experiments/language/runs"}
@@ -38,15 +38,15 @@ JOBS = [
 IDS = [str(job.submission_id) for job in JOBS]
 
 
-def shown(show: Any, rows: Any, *, width: int) -> list[str]:
+def shown(rows: Any, *, width: int, in_full: bool = False) -> list[str]:
     out = io.StringIO()
-    show(rows, Console(file=out, width=width, highlight=False))
+    print_jobs(rows, Console(file=out, width=width, highlight=False), in_full=in_full)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def test_a_line_for_each_job_fits_80_columns() -> None:
     rows = [row_of(job, now=AT + 192) for job in JOBS]
-    lines = shown(print_jobs, rows, width=80)
+    lines = shown(rows, width=80)
     assert len(lines) == 1 + len(JOBS), "no line is folded"
     assert lines[0].split() == ["ID", "verb", "status", "exit", "started", "took"]
     cells = [line.split("  ") for line in lines[1:]]
@@ -58,8 +58,8 @@ def test_a_line_for_each_job_fits_80_columns() -> None:
     assert [line[-1] for line in found] == ["0:03:12", "5:03:20", "0:00:59", "PENDING"]
     assert [line[3] for line in found[1:3]] == ["130", "0"]
     longest = [{**rows[0], "id": "x" * 64}, {**rows[1], "seconds": 999 * 3600.0 + 59 * 60}]
-    assert max(map(len, shown(print_jobs, longest, width=80))) <= 80
-    piped = shown(print_jobs, longest, width=200)
+    assert max(map(len, shown(longest, width=80))) <= 80
+    piped = shown(longest, width=200)
     assert len(piped) == 3 and "x" * 64 in piped[1]
 
 
@@ -69,15 +69,15 @@ def test_one_job_shows_where_its_runs_are_and_what_ray_says() -> None:
         "entrypoint": "python -m jobs train j.yaml",
     }
     job = job_of(IDS[0], "FAILED", SAVE, AT, AT + 7, **failed)
-    lines = shown(print_job, row_of(job, now=AT), width=80)
+    lines = shown([row_of(job, now=AT)], width=80, in_full=True)
     assert max(map(len, lines)) <= 80
+    words = lines[1].split()
+    assert [*words[:4], words[-1]] == [job.submission_id, "train", "FAILED", "1", "0:00:07"]
     for name, value in (
-        ("ID", job.submission_id), ("verb", "train"), ("status", "FAILED"), ("exit", "1"), ("took", "0:00:07"),
         ("save.dir", SAVE["save_dir"]), ("command", "python -m jobs train j.yaml"),
         ("message", "the runtime environment failed:"),
     ):  # fmt: skip
         assert any(line.split(None, 1) == [name, value] for line in lines), (name, lines)
     assert lines[-1].strip() == "no torch==9.9.9"
-    assert not any(
-        line.startswith(("verb", "save.dir")) for line in shown(print_job, row_of(JOBS[3], now=AT), width=80)
-    )
+    pending = shown([row_of(JOBS[3], now=AT)], width=80, in_full=True)
+    assert not any(line.startswith("save.dir") for line in pending)

@@ -46,17 +46,13 @@ def test_modules_are_found_through_packages_relative_imports_and_functions(folde
     assert imported_files("raytrain.models.mlp", folder) == {}
 
 
-#: Code -> whether it does without the module `late`.
+#: Code -> whether it may do without the module `late`.
 STATEMENTS = {
     "import importlib\nimportlib.import_module('late')": False,
     "__import__('late')": False,
-    "try:\n    import late\nexcept Exception as e:\n    raise RuntimeError('no') from e": False,
-    "try:\n    import late\nexcept ImportError:\n    print(1)\n    raise": False,
-    "try:\n    import late\nexcept ImportError:\n    raise\nexcept Exception:\n    pass": False,
-    "try:\n    import late\nexcept ValueError:\n    raise ImportError('x')": False,
-    "if 1:\n    import late\n    try:\n        import zzz\n    except ImportError:\n        zzz = 0": False,
-    "if 1:\n    pass\nelif 2:\n    import late": False,
-    "if not TYPE_CHECKING:\n    import late": False,
+    "def build():\n    import late": False,
+    "class A:\n    import late": False,
+    "if torch:\n    import late": True,
     "try:\n    import late\nexcept (ValueError, ImportError):\n    late = 0": True,
     "try:\n    import late\nexcept:\n    late = 0": True,
     "try:\n    import importlib\n    importlib.import_module('late')\nexcept ModuleNotFoundError:\n    pass": True,
@@ -67,7 +63,7 @@ STATEMENTS = {
 
 
 @pytest.mark.parametrize("code", STATEMENTS)
-def test_only_an_import_that_may_fail_is_optional(code: str, folder: Path) -> None:
+def test_an_import_under_a_condition_is_optional(code: str, folder: Path) -> None:
     (folder / "model.py").write_text(code)
     assert ("late.py" in [path.name for path in imported_files("model", folder)]) == (not STATEMENTS[code])
 
