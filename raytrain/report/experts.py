@@ -34,7 +34,7 @@ class ExpertLoads:
     ends: list[int]  # last step of each interval
     layers: list[list[list[int]]]  # [interval][layer][expert] rows
     last_used: list[list[int | None]]  # [layer][expert] step of its last row, None = never
-    empty: frozenset[Name] = frozenset()  # places for experts that come and go in which none was at the end
+    vacant: list[list[frozenset[int]]]  # [interval][layer] places for experts that come and go in which none was
 
     @property
     def totals(self) -> list[list[int]]:
@@ -51,14 +51,13 @@ class ExpertLoads:
             (layer, expert)
             for layer, rows in enumerate(self.late())
             for expert, count in enumerate(rows)
-            if count == 0 and sum(rows) and (layer, expert) not in self.empty
+            if count == 0 and sum(rows) and expert not in self.vacant[-1][layer]
         ]
 
     def imbalance(self) -> list[float]:
         """Busiest expert over the mean, for each layer in the last intervals; 1 where nothing was routed."""
-        sizes = [len(rows) - sum(place[0] == layer for place in self.empty) for layer, rows in enumerate(self.late())]
-        pairs = zip(self.late(), sizes, strict=True)
-        return [max(rows) * size / sum(rows) if sum(rows) else 1.0 for rows, size in pairs]
+        pairs = zip(self.late(), self.vacant[-1], strict=True)
+        return [max(rows) * (len(rows) - len(vacant)) / sum(rows) if sum(rows) else 1.0 for rows, vacant in pairs]
 
 
 def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
@@ -86,12 +85,11 @@ def loads_of(records: RunRecords) -> ExpertLoads | None:
         ends=[int(row["step"]) for row in rows],
         layers=[[[int(count) for count in layer] for layer in row["layers"]] for row in rows],
         last_used=used,
-        empty=frozenset(
-            (layer, place)
-            for layer, ids in enumerate(listed(last.get("ids")))
-            for place, one in enumerate(ids)
-            if one is None
-        ),
+        vacant=[
+            [frozenset(place for place, one in enumerate(ids) if one is None) for ids in listed(row.get("ids"))]
+            or [frozenset()] * len(row["layers"])
+            for row in rows
+        ],
     )
 
 
@@ -139,25 +137,33 @@ def _summed(rows: Sequence[Sequence[float]], hosts: int) -> list[float]:
 
 def activation_spec(records: RunRecords) -> dict[str, Any] | None:
     """The data of expert_activations.png: for each layer the rows of each expert over time (as multiples of an even
-    share), in total, and the step of its last use."""
+    share; None where its place held no expert), in total, and the step of its last use."""
     loads = loads_of(records)
     if loads is None:
         return None
     width = -(-len(loads.ends) // BINS)
     starts = range(0, len(loads.ends), width)
     bins = [added(loads.layers[start : start + width]) for start in starts]  # [bin][layer][expert] rows
+    vacant = [
+        [frozenset.intersection(*intervals) for intervals in zip(*loads.vacant[start : start + width], strict=True)]
+        for start in starts
+    ]
     number_of = len(loads.last_used)
     drawn = list(range(number_of))
     if number_of > LAYERS_DRAWN:
         drawn = [*range(LAYERS_DRAWN // 2), *range(number_of - LAYERS_DRAWN // 2, number_of)]
     panels = []
     for layer in drawn:
-        sums = [sum(rows[layer]) for rows in bins]
         size = len(loads.last_used[layer])
-        over_time = [
-            [rows[layer][expert] * size / total if total else 0.0 for rows, total in zip(bins, sums, strict=True)]
-            for expert in range(size)
+        # rows of an even share between the experts that were there
+        even = [
+            sum(rows[layer]) / max(1, size - len(none[layer])) or 1.0 for rows, none in zip(bins, vacant, strict=True)
         ]
+        over_time = [
+            [None if expert in none[layer] else rows[layer][expert] / share
+             for rows, none, share in zip(bins, vacant, even, strict=True)]
+            for expert in range(size)
+        ]  # fmt: skip
         if size:
             panels.append({"layer": layer, "over_time": over_time, "totals": loads.totals[layer],
                            "last_used": loads.last_used[layer]})  # fmt: skip

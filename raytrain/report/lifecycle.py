@@ -74,7 +74,8 @@ def lives_spec(records: RunRecords) -> dict[str, Any] | None:
     lives = lives_of(records)
     if not lives:
         return None
-    last = int(max((number(row.get("step")) or 0 for row in [*records.train, *records.loads]), default=0))
+    logged = [number(row.get("step")) or 0 for row in [*records.train, *records.loads]]
+    last = int(max([*logged, *(one.born for one in lives), *(one.ended or 0 for one in lives)]))
     panels = []
     for layer in sorted({one.layer for one in lives}):
         own = [one for one in lives if one.layer == layer]

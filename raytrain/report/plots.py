@@ -108,7 +108,7 @@ def _mark(axes: Any, panel: Mapping[str, Any]) -> None:
 
 _ROWS, _DEAD = "#2f6bd8", "#d2600a"
 _SHARES = LinearSegmentedColormap.from_list("shares", ["#ffffff", "#cfe0fa", "#2f6bd8", "#0d2a5e"]).with_extremes(
-    bad="#f7cdb6"
+    bad="#f7cdb6", under="#e3e7ec"
 )
 _HOSTS = ("#2f6bd8", "#e08a3c", "#15845a", "#8b46c1", "#c23b5e", "#2a9aa8", "#8a6d3b", "#6b7785", "#a3b32a", "#e39ac0")
 _NAMED = 24
@@ -119,23 +119,32 @@ def activations(spec: Mapping[str, Any]) -> Figure:
     """One row of panels per layer: its experts over time, their totals, and the last use of each."""
     panels, edges = spec["panels"], spec["edges"]
     note = "orange: no rows in that interval; orange bars and dots: none in the last quarter of the run; x: never used"
+    shares = [share for panel in panels for line in panel["over_time"] for share in line]
+    if None in shares:
+        note += "; grey: no expert in this place"
     drawn = _titled(f"{spec['title']}: rows of each expert, 1 = even share\n{note}", 12.5, 1.6 * len(panels) + 1.6)
     grid = drawn.subplots(len(panels), 3, squeeze=False, width_ratios=(5, 1.9, 1.6))
-    values = sorted(value for panel in panels for line in panel["over_time"] for value in line)
+    values = sorted(share for share in shares if share is not None)
     scale = Normalize(0.0, max(2.0, values[int(0.99 * (len(values) - 1))] if values else 2.0))
     for (heat, totals, recency), panel in zip(grid, panels, strict=True):
         number = len(panel["totals"])
-        mesh = [[value if value else float("nan") for value in line] for line in panel["over_time"]]
-        colours = [_ROWS if spec["late_from"] < (step or 0) else _DEAD for step in panel["last_used"]]
+        # below the scale where there was no expert, not a number where it had no rows: both have colours of their own
+        mesh = [[-1.0 if share is None else share or math.nan for share in line] for line in panel["over_time"]]
+        gone = [line[-1] is None for line in panel["over_time"]]
+        colours = [
+            _ROWS if spec["late_from"] < (step or 0) else _SOFT if gone[expert] else _DEAD
+            for expert, step in enumerate(panel["last_used"])
+        ]
         used = [(step, expert) for expert, step in enumerate(panel["last_used"]) if step is not None]
-        never = [expert for expert, step in enumerate(panel["last_used"]) if step is None]
+        never = [expert for expert, step in enumerate(panel["last_used"]) if step is None and not gone[expert]]
         heat.pcolormesh(edges, [n - 0.5 for n in range(number + 1)], mesh, cmap=_SHARES, norm=scale)
         heat.set_ylabel(f"layer {panel['layer']}", fontsize=10.5, color=_INK)
         totals.barh(range(number), panel["totals"], color=colours, height=0.78)
         if used:
             recency.scatter(*zip(*used, strict=True), c=[colours[expert] for _, expert in used], s=16)
         recency.scatter([edges[0]] * len(never), never, c=_DEAD, marker="x", s=16)
-        recency.set_xlim(edges[0], edges[-1] + 0.05 * max(1, edges[-1] - edges[0]))
+        aside = 0.05 * max(1, edges[-1] - edges[0])
+        recency.set_xlim(edges[0] - aside, edges[-1] + aside)
         for axes in (heat, totals, recency):
             _plain(axes, rows=number)
             axes.yaxis.set_major_locator(MaxNLocator(nbins=min(number, 4), integer=True, steps=[1, 2, 4, 8, 10]))
@@ -172,11 +181,14 @@ def devices(spec: Mapping[str, Any]) -> Figure:
             axes.barh(range(hosts), spec["replicas"], left=values, color="white", edgecolor=colours, hatch="////")
             ends = [own + more for own, more in zip(values, spec["replicas"], strict=True)]
         if hosts <= _NAMED:
+            axes.set_xticks([])  # the values are beside the bars
             for host, (end, text) in enumerate(zip(ends, labels, strict=True)):
                 axes.text(end + 0.02 * (max(ends) or 1), host, text, va="center", fontsize=9.5, color=_SOFT)
         axes.set_xlim(0, (max(ends) or 1) * (2.2 if values is shares else 1.4))
         axes.set_yticks(range(0, hosts, -(-hosts // _NAMED)), names[:: -(-hosts // _NAMED)])
         axes.set_title(title, loc="left", fontsize=11, color=_INK)
+        if values is spec["bytes"]:
+            axes.xaxis.set_major_formatter(lambda used, _: size(used))
         _plain(axes, rows=hosts)
     return drawn
 

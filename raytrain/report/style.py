@@ -228,7 +228,7 @@ td.soft{font-size:13.5px}
 .events .soft{font-size:13px}
 pre{
   margin:0; white-space:pre-wrap; overflow-wrap:anywhere; font-size:13.5px; line-height:1.55;
-  max-height:420px; overflow:auto}
+  max-height:640px; overflow:auto}
 pre .prompt{color:var(--soft)}
 details{margin-top:12px}
 summary{cursor:pointer;font-weight:600;font-size:14px;color:var(--accent)}

@@ -104,7 +104,7 @@ def batch_spec(
     if budget is not None and budget / MIB < 3 * highest:
         right["limit"] = {"y": budget / MIB, "text": "memory budget"}
     elif budget is not None:
-        right["note"] = f"the budget of {budget / MIB:,.0f} MiB is above the chart"
+        right["note"] = f"the budget, {size(budget)}, is above it"
     rows = counted(chosen[1], "row")
     return {"title": f"{name}: {chosen[0]} with micro-batches of {rows}", "panels": [left, right]}
 

@@ -79,6 +79,31 @@ def test_an_expert_that_was_never_used_is_marked_so() -> None:
     assert activations(spec).axes[2].collections[1].get_offsets().tolist() == [[0, 1]]
 
 
+def test_a_place_without_an_expert_is_no_idle_expert() -> None:
+    first = [load_row(step, [[6, 2, 0, 0], [4, 4, 0, 0]], [[0, 0, None, None]] * 2) for step in (10, 20)]
+    last = [load_row(step, [[6, 0, 3, 0], [4, 4, 0, 0]], [[0, 10, 0, None], [0, 0, 7, None]]) for step in (30, 40)]
+    ids = [[[0, 1, None, None], [0, 1, None, None]]] * 2 + [[[0, None, 2, None], [0, 1, 3, None]]] * 2
+    rows = [{**row, "ids": own} for row, own in zip([*first, *last], ids, strict=True)]
+    spec = activation_spec(records(rows))
+    assert spec is not None
+    layer_0, layer_1 = (panel["over_time"] for panel in spec["panels"])
+    assert layer_0[0] == pytest.approx([1.5, 1.5, 4 / 3, 4 / 3]), "of an even share between two experts"
+    assert layer_0[1] == [0.5, 0.5, None, None] and layer_0[3] == [None] * 4
+    assert layer_0[2] == [None, None, pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert layer_1[2] == [None, None, 0.0, 0.0] and layer_1[0][2:] == [1.5, 1.5]
+    drawn = activations(spec)
+    heat = drawn.axes[3].collections[0]
+    assert heat.get_array().mask.tolist() == [[False] * 4, [False] * 4, [False, False, True, True], [False] * 4]
+    colours = heat.to_rgba(heat.get_array())
+    assert colours[2, 0].tolist() == colours[3, 3].tolist() != colours[2, 2].tolist(), "grey, and orange"
+    assert drawn.axes[2].collections[-1].get_offsets().tolist() == [], "no place counts as never used"
+    assert "grey: no expert" in drawn.get_suptitle()
+    full = activation_spec(records())
+    assert full is not None and "grey" not in activations(full).get_suptitle()
+    loads = loads_of(records(rows))
+    assert loads is not None and loads.dead() == [(1, 2)]
+
+
 def test_many_windows_are_added_up_and_of_many_layers_the_first_and_last_are_drawn() -> None:
     rows = [load_row(10 * n, [[1, 2, 3, 4]] * 40) for n in range(1, 301)]
     spec = activation_spec(records(rows))

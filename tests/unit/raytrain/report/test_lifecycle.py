@@ -89,6 +89,8 @@ def test_the_lives_are_those_of_the_event_log_and_are_drawn() -> None:
     assert list(counts.lines[0].get_ydata()) == [3, 4, 3, 4, 4]
     assert list(counts.lines[0].get_xdata()) == [0, 12, 25, 33, 40]
     assert lives_spec(RunRecords(name="run", path="run", train=TRAIN)) is None
+    stopped = lives_spec(records_of([*EVENTS, {**EVENTS[3], "step": 45, "ids": [3]}]))
+    assert stopped is not None and stopped["last"] == 45, "also after the last row that was logged"
 
 
 @pytest.mark.covers("VIS-08")

@@ -57,8 +57,8 @@ def test_throughput_and_memory_are_drawn_by_batch_and_precision_with_the_knee_ma
 def test_a_budget_far_above_is_mentioned_but_not_drawn() -> None:
     spec = batch_spec(TABLE, sizes=SIZES, chosen=("bf16", 16), budget=64 << 30, name="job")
     memory = spec["panels"][1]
-    assert "limit" not in memory and "65,536 MiB" in memory["note"]
-    assert "65,536 MiB" in figure(spec).axes[1].get_title(loc="left")
+    assert "limit" not in memory and "64 GiB" in memory["note"]
+    assert "64 GiB" in figure(spec).axes[1].get_title(loc="left")
 
 
 def test_runs_are_plotted_by_step_with_the_best_in_front() -> None:
