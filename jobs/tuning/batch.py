@@ -45,21 +45,13 @@ SLIVER = 0.001
 
 @dataclass(frozen=True)
 class TrialDevices:
-    """Where trials run: on each GPU, or on each node without GPUs, one at a time.
-
-    Attributes:
-        number: of them.
-        on_gpu: whether they are GPUs.
-        cores: CPU cores that a measurement on CPUs reserves: those of its node, so that no other one runs there.
-        budget_bytes: memory budget of one process; None if unknown.
-        required: Ray's accelerator type that a trial needs, where the cluster has several; else "".
-    """
+    """Where trials run: on each GPU, or on each node without GPUs, one at a time."""
 
     number: int
     on_gpu: bool
-    cores: int
-    budget_bytes: int | None
-    required: str = ""
+    cores: int  # CPU cores that a measurement on CPUs reserves: those of its node, so that no other one runs there
+    budget_bytes: int | None  # memory budget of one process; None if unknown
+    required: str = ""  # Ray's accelerator type that a trial needs, where the cluster has several; else ""
 
     def resources(self, *, local: bool) -> dict[str, float]:
         """What Ray reserves for one trial."""
@@ -112,14 +104,13 @@ class BatchSearch:
 
     Attributes:
         alone_spec, alone_plan: the job of a trial (one worker, experts in-process), and its plan.
-        run_plan: of the run, for which the result is.
     """
 
     space: BatchSpace
     devices: TrialDevices
     alone_spec: JobSpec
     alone_plan: Plan
-    run_plan: Plan
+    run_plan: Plan  # of the run, for which the result is
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:

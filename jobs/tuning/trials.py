@@ -39,13 +39,12 @@ class TrialRecorder(Callback):
 
     Attributes:
         running: of the trials whose process was asked for or runs: what it does, its text, what it still needs.
-        stopping: trials were asked to stop, and what they report from now on is not a result.
     """
 
     def __init__(self, command: TuneCommand) -> None:
         self.command, self.sweep = command, command.the_sweep
         self.running: dict[int, tuple[str, str, Need | None]] = {}
-        self.stopping = False
+        self.stopping = False  # trials were asked to stop, and what they report from now on is not a result
         self._began: dict[int, float] = {}
 
     @abstractmethod

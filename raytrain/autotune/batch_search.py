@@ -53,16 +53,13 @@ class Proposal:
     """One measurement that the search proposes.
 
     Attributes:
-        candidate: what to measure.
-        passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
-        with_memory: also read the peak.
         against: rivals, measured with this one in `passes` alternating rounds, after this one's peak if it is to be
             read.
     """
 
-    candidate: Candidate
-    passes: int = PASSES
-    with_memory: bool = False
+    candidate: Candidate  # what to measure
+    passes: int = PASSES  # timed passes at most, after a warm-up that is dropped; 0: memory alone
+    with_memory: bool = False  # also read the peak
     against: tuple[Candidate, ...] = ()
 
     @property

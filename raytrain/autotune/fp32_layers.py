@@ -29,18 +29,12 @@ NAMED_AT_MOST = 6
 
 @dataclass(frozen=True)
 class LayerChange:
-    """What one layer in half precision, all others in fp32, does to a micro-batch.
-
-    Attributes:
-        loss: difference relative to fp32's; NaN where not finite.
-        gradient: norm of the difference of the whole gradient, relative to fp32's norm.
-        error: why it cannot be computed so, or None.
-    """
+    """What one layer in half precision, all others in fp32, does to a micro-batch."""
 
     layer: str
-    loss: float
-    gradient: float
-    error: str | None = None
+    loss: float  # difference relative to fp32's; NaN where not finite
+    gradient: float  # norm of the difference of the whole gradient, relative to fp32's norm
+    error: str | None = None  # why it cannot be computed so
 
     @property
     def score(self) -> float:

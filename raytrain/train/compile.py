@@ -131,31 +131,23 @@ class PartStatus:
     """Compilation status of one part of the model.
 
     Attributes:
-        name: dotted name of the part ("" is the full model).
-        kind: class of the part.
-        entered: calls of the part.
-        calls: calls of its compiled graphs.
-        graphs: graphs compiled while the part was called; equal parts share those of the first.
         graph_breaks, recompiles: likewise; a batch of one row, evaluation and another precision recompile once each.
-        seconds: time spent in the compiler.
-        reason: why some or all of it runs eager; "" if nothing failed.
-        frames: frames compiled by all parts; shared by all parts.
         variants: how often each frame was compiled while the part was called.
         breaks_at: graph breaks and their number; shared by the parts of one class, which share compiled code.
     """
 
-    name: str
-    kind: str
-    frames: set[str] = field(default_factory=set)
+    name: str  # dotted name of the part ("" is the full model)
+    kind: str  # class of the part
+    frames: set[str] = field(default_factory=set)  # frames compiled by all parts; shared by all parts
     breaks_at: dict[str, int] = field(default_factory=dict)
     variants: Counter[str] = field(default_factory=Counter)
-    entered: int = 0
-    calls: int = 0
-    graphs: int = 0
+    entered: int = 0  # calls of the part
+    calls: int = 0  # calls of its compiled graphs
+    graphs: int = 0  # graphs compiled while the part was called; equal parts share those of the first
     graph_breaks: int = 0
     recompiles: int = 0
-    seconds: float = 0.0
-    reason: str = ""
+    seconds: float = 0.0  # time spent in the compiler
+    reason: str = ""  # why some or all of it runs eager; "" if nothing failed
 
     @property
     def achieved(self) -> str:

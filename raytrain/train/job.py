@@ -266,7 +266,7 @@ def load_module(module: nn.Module, state: dict[str, Any]) -> None:
         CheckpointError: names or shapes differ; the message lists the first five.
     """
     own = module.state_dict()
-    refuse_other_model(own, state, shapes=lambda one: {one.shape})
+    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape}))
     module.load_state_dict(of_this_version(own, state))
 
 
@@ -277,20 +277,21 @@ def of_this_version(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
     return found
 
 
-def refuse_other_model(
+def differences(
     own: Mapping[str, Any], state: Mapping[str, Any], *, shapes: Callable[[torch.Tensor], set[torch.Size]]
-) -> None:
-    """Raise CheckpointError with the first five differences between a saved `state` and a module's `own`, if any.
-
-    Args:
-        shapes: returns the allowed shapes of the saved tensor for a tensor of `own`.
-    """
+) -> list[str]:
+    """Differences between a saved `state` and a module's `own` state, one line each; `shapes` returns the allowed shapes
+    of the saved tensor for a tensor of `own`."""
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
-    wrong += [
+    return wrong + [
         f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
         if name in state and not is_extra(name, own[name]) and state[name].shape not in shapes(own[name])
     ]
+
+
+def refuse_other_model(wrong: list[str]) -> None:
+    """Raise CheckpointError with the first five differences, if there are any."""
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {abbreviated(wrong, 5, separator='; ')}")

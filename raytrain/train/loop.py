@@ -44,7 +44,6 @@ class LogInterval:
     Attributes:
         steps: their number. recent_s: seconds of each of the last `RECENT_STEPS`.
         step_s: seconds of all steps. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
-        waited_s: of these, waiting for other processes.
         samples, tokens: trained on, by all workers.
         since: when the interval began; moved on by what is not training.
     """
@@ -54,7 +53,7 @@ class LogInterval:
     step_s: float = 0.0
     data_s: float = 0.0
     data_cpu_s: float = 0.0
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # of these, waiting for other processes
     samples: float = 0.0
     tokens: float = 0.0
     since: float = field(default_factory=lambda: time.perf_counter())
@@ -72,19 +71,12 @@ class LogInterval:
 
 @dataclass(frozen=True)
 class LoggedRow:
-    """What a log interval leaves behind.
+    """What a log interval leaves behind."""
 
-    Attributes:
-        record: the row of metrics.jsonl.
-        longest_failed: the longest run of failed steps since the last row.
-        failed: whether the last step was skipped for a value that is not finite.
-        model: what the model reports with it (`Trainable.interval_log`).
-    """
-
-    record: StepRecord
-    longest_failed: int
-    failed: bool
-    model: IntervalRow | None
+    record: StepRecord  # the row of metrics.jsonl
+    longest_failed: int  # the longest run of failed steps since the last row
+    failed: bool  # whether the last step was skipped for a value that is not finite
+    model: IntervalRow | None  # what the model reports with it (`Trainable.interval_log`)
 
 
 def read_row(

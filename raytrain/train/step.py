@@ -43,23 +43,18 @@ class StepOutput:
 
     Attributes:
         loss: this worker's share of the global mean loss, without auxiliary losses; the sum over workers is the mean.
-        aux_loss: likewise for the auxiliary losses.
-        norm: global gradient norm before clipping.
-        skip: True where the step was dropped for a non-finite gradient.
-        lr: the learning rate used (a host number).
         compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
-        flags: the sums of the workers' flags (host numbers).
         metrics: `LossOutput.metrics` of this worker's micro-batches: name -> (weighted sum, its weight on the host).
     """
 
     loss: Tensor
-    aux_loss: Tensor
-    norm: Tensor
-    skip: Tensor
-    lr: float
+    aux_loss: Tensor  # likewise for the auxiliary losses
+    norm: Tensor  # global gradient norm before clipping
+    skip: Tensor  # True where the step was dropped for a non-finite gradient
+    lr: float  # the learning rate used (a host number)
     compute_s: float
     communication_s: float
-    flags: list[int]
+    flags: list[int]  # the sums of the workers' flags (host numbers)
     metrics: MetricSums = field(default_factory=dict)
 
 

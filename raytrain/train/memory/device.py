@@ -328,19 +328,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Shortage:
-    """An out-of-memory error in one process.
+    """An out-of-memory error in one process."""
 
-    Attributes:
-        who: "rank 1", or "expert host 0".
-        error: type and first line of the exception.
-        allocated_bytes: bytes allocated by the process when the error was caught; None if unknown.
-        free_bytes: bytes free on the device for any process; None if unknown.
-    """
-
-    who: str
-    error: str
-    allocated_bytes: int | None = None
-    free_bytes: int | None = None
+    who: str  # "rank 1", or "expert host 0"
+    error: str  # type and first line of the exception
+    allocated_bytes: int | None = None  # bytes allocated by the process when the error was caught; None if unknown
+    free_bytes: int | None = None  # bytes free on the device for any process; None if unknown
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -35,12 +35,7 @@ class ForwardChanges:
     """Learns which parameters passes change, and makes `max_norm` the same on all workers.
 
     Args:
-        module: on its device, sharded under `fsdp`.
-
-    Attributes:
-        moved: the parameters that passes were seen to change, by name.
-        learnt: whether a step has shown them; frozen ones are also noticed later.
-    """
+        module: on its device, sharded under `fsdp`."""
 
     def __init__(self, module: nn.Module, workers: Workers) -> None:
         self._workers = workers
@@ -48,8 +43,8 @@ class ForwardChanges:
         self._watched = {name: one for name, one in module.named_parameters() if one not in self._limited}
         self._marks: dict[str, _Mark] = {}
         self._pairs: list[tuple[str, _Mark, _Mark]] = []  # before and after the first passes, not compared yet
-        self.moved: dict[str, nn.Parameter] = {}
-        self.learnt = False
+        self.moved: dict[str, nn.Parameter] = {}  # the parameters that passes were seen to change, by name
+        self.learnt = False  # whether a step has shown them; frozen ones are also noticed later
         # torch itself limits what one worker looks up, except in shards
         self._tables = [
             _Lookups(weight, layers)
@@ -191,17 +186,13 @@ class BufferSync:
     collectives.
 
     Args:
-        changes: knows the parameters that forward changes; frozen ones that it leaves alone are not read.
-
-    Attributes:
-        each_step: names of what is sent after every step.
-    """
+        changes: knows the parameters that forward changes; frozen ones that it leaves alone are not read."""
 
     def __init__(self, module: nn.Module, workers: Workers, changes: ForwardChanges) -> None:
         self._module, self._workers, self._changes = module, workers, changes
         self._active = workers.world_size > 1
         self._first = True
-        self.each_step: list[str] = []
+        self.each_step: list[str] = []  # names of what is sent after every step
 
     def after_step(self) -> list[str]:
         """Send what influences training; returns the names that are new among them."""

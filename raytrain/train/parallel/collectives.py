@@ -33,12 +33,11 @@ class WorkersGroup:
 
     Attributes:
         payload, flags: the groups for device tensors and for CPU tensors.
-        lost: returns why the groups were abandoned; None while they are in use.
     """
 
     payload: Any
     flags: Any
-    lost: Callable[[], str | None]
+    lost: Callable[[], str | None]  # returns why the groups were abandoned; None while they are in use
 
 
 class Workers:

@@ -31,7 +31,7 @@ from raytrain.errors import CheckpointError, OutOfMemory, RaytrainError, RunErro
 from raytrain.models.blocks import blocks_of, outside
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
-from raytrain.train.job import load_module, of_this_version, refuse_other_model
+from raytrain.train.job import differences, load_module, of_this_version, refuse_other_model
 from raytrain.train.memory.device import Shortage, run_or_shortage
 from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
@@ -446,7 +446,7 @@ class Sharded(Replicated):
         """Load complete weights, or this worker's rows of them, without communication."""
         module = self._trainable.module
         own = module.state_dict()
-        refuse_other_model(own, state, shapes=lambda one: {one.shape, local(one).shape})
+        refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
         module.load_state_dict(of_this_version(own, {name: cut(own[name], value) for name, value in state.items()}))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

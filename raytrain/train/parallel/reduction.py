@@ -168,28 +168,20 @@ class Passed(NamedTuple):
 
     Attributes:
         loss, aux: its shares of the loss and of the auxiliary losses; float64 scalars on the device.
-        weight: of its micro-batches, by what their losses say they are means over.
-        told: whether that differs from what the loader has counted.
     """
 
     loss: Tensor
     aux: Tensor
-    weight: float = 0.0
-    told: bool = False
+    weight: float = 0.0  # of its micro-batches, by what their losses say they are means over
+    told: bool = False  # whether that differs from what the loader has counted
 
 
 class Summed(NamedTuple):
-    """What all workers know after the gradients are summed.
+    """What all workers know after the gradients are summed."""
 
-    Attributes:
-        own: of this worker.
-        flags: the sums of the workers' flags.
-        weight: of the step, where a loss has told another one than the loader; else None.
-    """
-
-    own: Passed
-    flags: list[int]
-    weight: float | None = None
+    own: Passed  # of this worker
+    flags: list[int]  # the sums of the workers' flags
+    weight: float | None = None  # of the step, where a loss has told another one than the loader; else None
 
 
 def agreed_weight(
@@ -215,7 +207,6 @@ class Reduction:
 
     Attributes:
         gradients: where backward accumulates, and what norm, clip and optimizer use after `passed`.
-        sums: runs the all-reduces.
     """
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
@@ -224,7 +215,7 @@ class Reduction:
         several = workers.world_size > 1
         self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True) if several else HeldGradients(own)
         self.workers = workers
-        self.sums = BucketSums(self.gradients, workers=workers)
+        self.sums = BucketSums(self.gradients, workers=workers)  # runs the all-reduces
         self._trainable, self._device = trainable, device
 
     def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
