@@ -61,11 +61,8 @@ class TrialDevices:
 
 def find_devices(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bool) -> TrialDevices:
     """The devices that a search of this job measures on: of several types that Ray can tell apart, the one with the
-    least memory of those that the run uses, since a micro-batch has to fit every worker.
-
-    Raises:
-        InputError: a machine has GPUs of different types, of which Ray would assign any to a trial.
-    """
+    least memory of those that the run uses, since a micro-batch has to fit every worker. Raises InputError: a machine
+    has GPUs of different types, of which Ray would assign any to a trial."""
     machines = choose_devices(spec.scale, inventory, [])
     nodes = [node for node, _ in machines.pool] if on_gpu else [node for node in inventory.nodes if node.cpus > 0]
     types = sorted({node.accelerator for node in nodes})
@@ -114,11 +111,8 @@ class BatchSearch:
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
-    """What a search without `tune.space` may try on these machines.
-
-    Raises:
-        InputError: nothing is left to search, or the model alone needs more memory than a process may use.
-    """
+    """What a search without `tune.space` may try on these machines. Raises InputError: nothing is left to search, or
+    the model alone needs more memory than a process may use."""
     spec = loaded.spec
     free = spec.loop.global_batch_size == "auto"
     dtype, micro = spec.precision.dtype, spec.loop.micro_batch_size

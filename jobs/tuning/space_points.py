@@ -98,11 +98,8 @@ class Space:
 
 
 def parse_space(space: Mapping[str, Any]) -> Space:
-    """Parse `tune.space`, whose keys may be dotted or nested.
-
-    Raises:
-        InputError: the space is empty, a key cannot differ between trials, or a value is no list and no distribution.
-    """
+    """Parse `tune.space`, whose keys may be dotted or nested. Raises InputError: the space is empty, a key cannot
+    differ between trials, or a value is no list and no distribution."""
     flat = dict(_flattened(space, ""))
     if not flat:
         raise InputError(
@@ -242,11 +239,8 @@ def checked_space(loaded: LoadedSpec) -> Space:
 
 
 def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
-    """Check each value on its own against its key.
-
-    Raises:
-        InputError: the first wrong value or unknown key, with the nearest key.
-    """
+    """Check each value on its own against its key. Raises InputError: the first wrong value or unknown key, with the
+    nearest key."""
     for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
         changed, _ = apply_overrides(mapping, [f"{key}={render(value)}"])
         try:

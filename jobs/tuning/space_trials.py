@@ -286,11 +286,8 @@ class SpaceTrial(tune.Trainable):
         on_stop_request(channel, self._signals.asked.set)
 
     def step(self) -> dict[str, Any]:
-        """{"step", "eval_loss"} of the next evaluation; at the end, the complete result.
-
-        Raises:
-            RunError: the run failed; only this trial ends.
-        """
+        """{"step", "eval_loss"} of the next evaluation; at the end, the complete result. Raises RunError: the run
+        failed; only this trial ends."""
         row = next(self._rows, None)
         if row is not None:
             self._last = row

@@ -55,12 +55,8 @@ class TrialRecorder(Callback):
     def row_of(
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
-        """The row of a trial and what its line says; None if it did not end as a result.
-
-        Args:
-            result: the last report.
-            error: what ended it, if anything did.
-        """
+        """The row of a trial and what its line says; None if it did not end as a result. `result`: the last report.
+        `error`: what ended it, if anything did."""
 
     def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
         """What a trial may still wait for on a shared cluster, before or after its process has started; None for

@@ -100,10 +100,7 @@ class SearchResults:
 
 def next_proposals(space: BatchSpace, results: SearchResults, running: Sequence[Proposal] = ()) -> list[Proposal]:
     """What to measure now, at most one proposal for each idle device; nothing while results are awaited, or at the end.
-
-    Args:
-        running: proposals without a result so far.
-    """
+    `running`: proposals without a result so far."""
     in_progress = {one.aim for one in running}
     wanted = [one for one in CandidateSearch(space, results).wanted() if one.aim not in in_progress]
     return wanted[: max(0, space.devices - len(running))]
@@ -289,11 +286,8 @@ class BatchDecision:
 
 
 def decide(space: BatchSpace, results: SearchResults) -> BatchDecision:
-    """The best candidate by these measurements; also for a search that was interrupted.
-
-    Raises:
-        RunError: nothing that was measured can run; says how many bytes are needed and which key allows more.
-    """
+    """The best candidate by these measurements; also for a search that was interrupted. Raises RunError: nothing that
+    was measured can run; says how many bytes are needed and which key allows more."""
     search = CandidateSearch(space, results)
     chosen = search.chosen
     if chosen is None:

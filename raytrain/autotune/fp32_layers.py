@@ -74,11 +74,7 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
     """Which layers must stay in fp32 under this half precision, measured on the first micro-batch of the global batch,
     the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
-    measures. Collective.
-
-    Raises:
-        RunError: a pass in fp32 fails.
-    """
+    measures. Collective. Raises RunError: a pass in fp32 fails."""
     indices, _ = session.loader.global_batch(session.state.cursor)
     rows, why = session.loader.batches.micro_batch, ""
     while rows:

@@ -357,11 +357,8 @@ def settle_shares(calibration: Calibration) -> None:
 
 
 def choose_shares(pass_s: Sequence[float], *, total: int, micro_batch: int) -> Resolved:
-    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank.
-
-    Returns:
-        `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE_SHARES`.
-    """
+    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank. Returns
+    `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE_SHARES`."""
     seconds = tuple(pass_s)
     chosen = Shares(micro_batch, (micro_batch,) * len(seconds), seconds)
     gain = gain_over_equal(chosen, total=total, plain_s=seconds)

@@ -23,11 +23,8 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def need_data(module: nn.Module) -> None:
-    """Check that every parameter and buffer has values, before a module moves to its device.
-
-    Raises:
-        DevicePlacementError: tensors were left on the meta device; the message names the first five.
-    """
+    """Check that every parameter and buffer has values, before a module moves to its device. Raises
+    DevicePlacementError: tensors were left on the meta device; the message names the first five."""
     named = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:

@@ -70,11 +70,7 @@ class TrainJob:
     log_memory: bool = False  # print the memory in use with each train row
 
     def planned(self, name: str) -> Any:
-        """The value of a resolved choice.
-
-        Raises:
-            TypeError: the choice is deferred to a measurement.
-        """
+        """The value of a resolved choice. Raises TypeError: the choice is deferred to a measurement."""
         choice = getattr(self.plan, name)
         if not isinstance(choice, Resolved):
             raise TypeError(f"{name} is deferred: {choice.reason}")
@@ -249,22 +245,15 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def restore_remote(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
-    """Restore the state held by remote processes, such as expert hosts.
-
-    Raises:
-        CheckpointError: only one of the checkpoint and the run has remote state.
-    """
+    """Restore the state held by remote processes, such as expert hosts. Raises CheckpointError: only one of the
+    checkpoint and the run has remote state."""
     own = {STATE}.union(*loaded.manifest["parts"].values())
     others = sorted(set(loaded.manifest["files"]) - own)
     trainable.remote.restore(loaded.path, step=loaded.step, files=others)
 
 
 def load_module(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load weights into a module.
-
-    Raises:
-        CheckpointError: names or shapes differ; the message lists the first five.
-    """
+    """Load weights into a module. Raises CheckpointError: names or shapes differ; the message lists the first five."""
     own = module.state_dict()
     refuse_other_model(differences(own, state, shapes=lambda one: {one.shape}))
     module.load_state_dict(of_this_version(own, state))
@@ -280,7 +269,7 @@ def of_this_version(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
 def differences(
     own: Mapping[str, Any], state: Mapping[str, Any], *, shapes: Callable[[torch.Tensor], set[torch.Size]]
 ) -> list[str]:
-    """Differences between a saved `state` and a module's `own` state, one line each; `shapes` returns the allowed shapes
+    """Differences between a saved `state` and a module's `own` state, one line each; `shapes` returns allowed shapes
     of the saved tensor for a tensor of `own`."""
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]

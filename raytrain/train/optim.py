@@ -267,11 +267,8 @@ def build_optimizers(
 
 
 def muons_blocks(trainable: Trainable, optim: OptimConfig) -> list[nn.Module]:
-    """The `blocks` argument of `build_optimizers` for a trainable; empty unless the optimizer is Muon.
-
-    Raises:
-        InputError: `muon` for a model without repeated blocks.
-    """
+    """The `blocks` argument of `build_optimizers` for a trainable; empty unless the optimizer is Muon. Raises
+    InputError: `muon` for a model without repeated blocks."""
     return [block for _, block in blocks_of(trainable, key="optim.name")] if optim.name == "muon" else []
 
 

@@ -23,11 +23,8 @@ Item = TypeVar("Item")
 
 
 class Clock:
-    """Seconds by purpose, on this worker, since its attempt began (`time` in result.json).
-
-    Args:
-        step: the step that the attempt begins at.
-    """
+    """Seconds by purpose, on this worker, since its attempt began (`time` in result.json). `step`: the step that the
+    attempt begins at."""
 
     def __init__(self, step: int = 0) -> None:
         purposes = ("data", "compute", "communication", "compile", "eval", "save", "sleep", "restart", "lost")

@@ -59,11 +59,8 @@ class StepOutput:
 
 
 def add_metrics(sums: MetricSums, output: LossOutput, weight: float) -> None:
-    """Add what a loss has told besides itself; nothing is read from the device.
-
-    Raises:
-        InputError: a metric that is not one number.
-    """
+    """Add what a loss has told besides itself; nothing is read from the device. Raises InputError: a metric that is not
+    one number."""
     for name, value in output.metrics.items() if weight else ():  # the mean over nothing is NaN
         own = torch.as_tensor(value).detach()
         if own.numel() != 1:
@@ -159,14 +156,8 @@ class TrainingStep:
             return self.trainable.loss(self.trainable.module, batch)
 
     def backward(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int = 0) -> Passed:
-        """Accumulate gradients of this worker's micro-batches.
-
-        Args:
-            passes: of the worker that has most; where passes are collective, every worker takes part in as many.
-
-        Raises:
-            RunError: the model has unfrozen a parameter.
-        """
+        """Accumulate gradients of this worker's micro-batches. `passes`: of the worker that has most; where passes are
+        collective, every worker takes part in as many. Raises RunError: the model has unfrozen a parameter."""
         self._passed, self._metrics = Passed(self._zero, self._zero), {}
         self.gradients.zero_()
         totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
@@ -218,12 +209,8 @@ class TrainingStep:
                 yield self.idle()
 
     def weigh(self, output: LossOutput, counted: int, labels: CountedLabels) -> float:
-        """What a loss is a mean over, in the loader's unit.
-
-        Args:
-            counted: the weight that the loader has counted.
-            labels: of the batch, from before its forward.
-        """
+        """What a loss is a mean over, in the loader's unit. `counted`: the weight that the loader has counted.
+        `labels`: of the batch, from before its forward."""
         if self.trainable.takes_global_count or not (self._reads_weight or output.weight is not None):
             return counted
         told = told_weight(output, labels, read=self._reads_weight)

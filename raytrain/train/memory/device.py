@@ -56,11 +56,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Make glibc return freed memory to the kernel at once, for runs whose step needs most of the memory.
-
-    Returns:
-        Whether it was set; the environment takes precedence here too.
-    """
+    """Make glibc return freed memory to the kernel at once, for runs whose step needs most of the memory. Returns
+    whether it was set; the environment takes precedence here too."""
     exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
     give_back_free_pages()
     return exact
@@ -217,12 +214,9 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
 def limit_device_memory(
     device: torch.device, *, fraction: float, limit: int | None, processes: int = 1
 ) -> float | None:
-    """Limit the device's allocator to this process's share of `fraction`, and to `limit` bytes.
-
-    Returns:
-        The fraction of the device that was set. None on a CPU, where only `limit` is enforced, on this process: a
-        measured peak above the rest of the budget counts as out of memory.
-    """
+    """Limit the device's allocator to this process's share of `fraction`, and to `limit` bytes. Returns the fraction of
+    the device that was set. None on a CPU, where only `limit` is enforced, on this process: a measured peak above the
+    rest of the budget counts as out of memory."""
     if not on_gpu(device):
         limit_memory(limit)
         return None

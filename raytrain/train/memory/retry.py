@@ -174,12 +174,9 @@ class SavedState:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Restore the state after passes that do not count.
-
-        Returns:
-            whether running them again in smaller parts gives the same result up to rounding: not where random numbers
-            were drawn, nor where a batch norm computes its statistics.
-        """
+        """Restore the state after passes that do not count. Returns whether running them again in smaller parts gives
+        the same result up to rounding: not where random numbers were drawn, nor where a batch norm computes its
+        statistics."""
         for (table, leaf), buffer, copy in zip(self._slots, self._buffers, self._copies, strict=True):
             buffer.copy_(copy)
             table[leaf] = buffer

@@ -205,11 +205,8 @@ class Interleaver:
         self._thread: ThreadPoolExecutor | None = None
 
     def yield_turn(self) -> None:
-        """Let the other pass run until it yields or ends; a no-op if there is none.
-
-        Raises:
-            PassEnded: the other pass has failed.
-        """
+        """Let the other pass run until it yields or ends; a no-op if there is none. Raises PassEnded: the other pass
+        has failed."""
         mine, other = self._turn, 1 - self._turn
         if self._going[other]:
             self._turn = other
@@ -219,14 +216,9 @@ class Interleaver:
             raise PassEnded("the other of two interleaved passes failed")
 
     def run_interleaved(self, first: Callable[[], Any], second: Callable[[], Made]) -> Made:
-        """Run `first` in another thread and `second` in the caller's, alternating; `first` starts.
-
-        Returns:
-            The result of `second`, after both have ended.
-
-        Raises:
-            BaseException: the exception of the pass that failed first; the other pass ends at its next turn.
-        """
+        """Run `first` in another thread and `second` in the caller's, alternating; `first` starts. Returns the result
+        of `second`, after both have ended. Raises BaseException: the exception of the pass that failed first; the other
+        pass ends at its next turn."""
         if self._thread is None:  # get_num_threads makes the new thread adopt torch's thread count
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="interleaved", initializer=torch.get_num_threads)
         self._going, self._turn, self._failed = [True, True], 0, False

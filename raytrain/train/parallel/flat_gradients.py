@@ -265,11 +265,8 @@ class GradientBuffers:
                 parameter.grad = None
 
     def check(self) -> None:
-        """Check, after backward, that every gradient is still a view of its buffer.
-
-        Raises:
-            RunError: a gradient was replaced during backward, so the reduction would miss it.
-        """
+        """Check, after backward, that every gradient is still a view of its buffer. Raises RunError: a gradient was
+        replaced during backward, so the reduction would miss it."""
         self.take()
         for parameter, grad, _ in self._views:
             if parameter.grad is not grad:

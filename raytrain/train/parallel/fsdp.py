@@ -97,11 +97,8 @@ class TimedCollective:
 
 
 class ShardGradients(GradientBuffers):
-    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already.
-
-    Args:
-        used: ids of the parameters that got a gradient (`raytrain.train.parallel.fsdp_passes`).
-    """
+    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already. `used`: ids
+    of the parameters that got a gradient (`raytrain.train.parallel.fsdp_passes`)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, used: set[int]) -> None:
         super().__init__(parameters)
@@ -328,21 +325,15 @@ class ShardSaver:
             self._copied()  # allocates the buffers now: the first copy takes far longer than later ones
 
     def begin_save(self, step: int) -> None:
-        """Copy this worker's rows after `step` and write them in the background.
-
-        Raises:
-            RunError: the previous write failed.
-        """
+        """Copy this worker's rows after `step` and write them in the background. Raises RunError: the previous write
+        failed."""
         if not self._first:
             self.wait()
             self._pending = self._thread.submit(self._write, self._copied(), self._run.checkpoint_dir(step))
 
     def finish_save(self, folder: str) -> dict[str, Any]:
-        """Wait for the other workers and return their files, by name and by part. Called by rank 0's writer.
-
-        Raises:
-            RunError: another worker could not write; the message is that worker's.
-        """
+        """Wait for the other workers and return their files, by name and by part. Called by rank 0's writer. Raises
+        RunError: another worker could not write; the message is that worker's."""
         files: dict[str, WrittenFile] = {}
         parts: dict[str, list[str]] = {}
         for result in self._workers.all_gather_object({}):

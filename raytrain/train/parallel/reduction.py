@@ -97,11 +97,8 @@ class BucketSums:
         self._last = self._open and self.overlaps
 
     def finish(self, *, learn: bool) -> None:
-        """Start the remaining buckets and wait for all. Collective.
-
-        Args:
-            learn: this worker completed its passes, so rank 0 may derive the bucket order from them.
-        """
+        """Start the remaining buckets and wait for all. Collective. `learn`: this worker completed its passes, so rank
+        0 may derive the bucket order from them."""
         for bucket in self._order or range(len(self._missing) - 1, -1, -1):
             if bucket not in self._pending:
                 self._start(bucket)
@@ -117,11 +114,8 @@ class BucketSums:
             )
 
     def add_gradient(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
-        """Record that a parameter received its gradient; called by its hook in every pass.
-
-        Raises:
-            RunError: the second part of a gradient arrived while the first was being sent.
-        """
+        """Record that a parameter received its gradient; called by its hook in every pass. Raises RunError: the second
+        part of a gradient arrived while the first was being sent."""
         if not self._last:
             return
         if (bucket, place) in self._received:
@@ -253,11 +247,8 @@ class Reduction:
         return Summed(result, summed, agreed_weight(workers, self.gradients, result, unused, raised[1:]))
 
     def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
-        """A context around the forward of each pass; where gradients are off, the pass ends with it.
-
-        Args:
-            idle: the pass has no rows of this worker.
-        """
+        """A context around the forward of each pass; where gradients are off, the pass ends with it. `idle`: the pass
+        has no rows of this worker."""
         return contextlib.nullcontext()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
