@@ -63,18 +63,12 @@ class TrialRecorder(Callback):
         nothing."""
         return None
 
-    def proposed(self, config: dict[str, Any]) -> None:
-        """The process of a trial is being started."""
-        self._runs("starting", config)
-
-    def started(self, config: dict[str, Any]) -> None:
-        """The process of a trial has started."""
-        self._began[config["number"]] = time.time()
-        self._runs("measuring", config)
-
-    def _runs(self, word: str, config: dict[str, Any]) -> None:
-        need = self.need_of(config, started=word == "measuring")
-        self.running[config["number"]] = word, self.text_of(config), need
+    def runs(self, config: dict[str, Any], *, started: bool) -> None:
+        """The process of a trial is being started, or has started."""
+        if started:
+            self._began[config["number"]] = time.time()
+        need = self.need_of(config, started=started)
+        self.running[config["number"]] = "measuring" if started else "starting", self.text_of(config), need
         self._say()
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
@@ -105,7 +99,7 @@ class TrialRecorder(Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Ray calls this once a trial's process has started."""
-        self.started(trial.config["trial"])
+        self.runs(trial.config["trial"], started=True)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """It returned, or a scheduler ended it early."""
@@ -132,8 +126,7 @@ class StatelessSearcher(Searcher):
     def save(self, checkpoint_path: str) -> None:
         """Does nothing."""
 
-    def restore(self, checkpoint_path: str) -> None:
-        """Does nothing."""
+    restore = save
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -212,7 +212,9 @@ class CompiledParts:
         _watch()
         backend = _backend(mode, lower)
         for status, (_, part) in zip(self.parts, parts, strict=True):
-            _keep_eager(part)
+            for inner in part.modules():  # methods that a module excludes from compilation
+                for name in getattr(inner, "never_compiled", ()):
+                    setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
             # inside the recomputation of activations: backward calls the compiled part again
             holder: Any = part.forward if isinstance(part.forward, Recomputed) else part
             self._forwards.append((holder, holder.__dict__.get("forward")))
@@ -240,6 +242,7 @@ class CompiledParts:
         return sum(part.seconds for part in self.parts)
 
     def take_seconds(self) -> float:
+        """Seconds of the compiler since the last call."""
         spent, self._taken = self.seconds - self._taken, self.seconds
         return spent
 
@@ -277,13 +280,6 @@ def forget_graphs() -> None:
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-
-
-def _keep_eager(part: nn.Module) -> None:
-    """Exclude from compilation the methods that modules in the part list in a tuple `never_compiled`."""
-    for inner in part.modules():
-        for name in getattr(inner, "never_compiled", ()):
-            setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
 
 
 class _Compiled:
@@ -396,15 +392,11 @@ def _ended(about: Any) -> None:
     part.variants[frame] += about.callback_trigger.name == "DYNAMO"  # and not a CUDA graph that is recorded
     if part.variants[frame] >= VARIANTS_AT_MOST:
         part.reason = part.reason or f"compiled {VARIANTS_AT_MOST} times, the limit: what differs from them runs eager"
-    if error is not None and error is not _HERE.failing and not _is_break(error):
-        part.reason = part.reason or _named(error)
-
-
-def _is_break(error: BaseException) -> bool:
-    """Whether an error only breaks a graph, to continue in Python; graph breaks are counted separately."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
-    return isinstance(error, RestartAnalysis | SkipFrame | Unsupported)
+    breaks = RestartAnalysis | SkipFrame | Unsupported  # only a break of a graph, counted above
+    if error is not None and error is not _HERE.failing and not isinstance(error, breaks):
+        part.reason = part.reason or _named(error)
 
 
 def _breaks() -> dict[str, int]:
@@ -421,15 +413,8 @@ MEGABYTE = 2**20
 
 
 class Switches:
-    """Compilation, activation checkpointing, cuDNN's kernel search and the budget of mask caches.
-
-    Args:
-        job: its `loop` section and plan set the options.
-        trainable: changed in place.
-        source: whose batches the model gets.
-        workers: either all of them compile, or none.
-        compiled: whether to compile; see `StepSettings`.
-    """
+    """Compilation (on all workers or on none), activation checkpointing, cuDNN's kernel search and the budget of mask
+    caches; changes the trainable in place."""
 
     def __init__(
         self, job: TrainJob, trainable: Trainable, source: Source, *, device: torch.device, workers: Workers,

@@ -259,7 +259,9 @@ def build_optimizers(
     groups = parameter_groups(rest, weight_decay=optim.weight_decay, vectors=vectors)
     if not groups:
         return found
-    fused = optim.fused is not False and fused_available(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    able = all(one.device.type in ("cpu", "cuda") and one.is_floating_point() for one in trained)
+    fused = optim.fused is not False and bool(trained) and able
     if optim.name == "sgd":
         sharded = any(hasattr(parameter, "to_local") for _, parameter in rest)
         return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused and not sharded)]
@@ -310,12 +312,6 @@ def _stacked(module: nn.Module, kind: str) -> set[int]:
         for name in names
     ]
     return {id(parameter) for parameter in found if parameter is not None}
-
-
-def fused_available(module: nn.Module) -> bool:
-    """Whether torch has fused optimizer kernels for all trainable parameters: floating, on a CPU or a CUDA device."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return bool(parameters) and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
 
 def takes_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:

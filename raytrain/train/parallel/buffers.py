@@ -213,7 +213,8 @@ class BufferSync:
         held = self._held(self._changes.agreed())
         if not held:
             return []
-        rows = self._workers.all_gather_object([_checksum(tensor) for tensor in held.values()])
+        data = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in held.values())
+        rows = self._workers.all_gather_object([zlib.crc32(one.numpy()) for one in data])
         different = [name for name, sums in zip(held, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
         self._workers.broadcast([held[name] for name in different])
         found = [name for name in different if not self._is_recorded(name) and name not in self.each_step]
@@ -228,8 +229,3 @@ class BufferSync:
         owner, _, leaf = name.rpartition(".")
         part = self._module.get_submodule(owner)
         return isinstance(part, _NormBase) and part.track_running_stats and leaf in part._buffers
-
-
-@torch.no_grad()
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
