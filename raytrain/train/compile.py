@@ -37,9 +37,6 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import PrecisionPolicy
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- compile parts
-
-
 KEY = "loop.compile_parts"
 
 
@@ -406,7 +403,6 @@ def _breaks() -> dict[str, int]:
 
 
 # ---------------------------------------------------------------- switches
-# Applies the options that save time or memory in a worker's steps; once, when a session is built.
 
 
 MEGABYTE = 2**20

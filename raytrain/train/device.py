@@ -90,7 +90,6 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------- process settings
-# The settings of torch that a worker applies to its process, for processes that compute a part of its passes.
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,6 @@ class ProcessSettings:
 
 
 # ---------------------------------------------------------------- cudnn
-# cuDNN's (on ROCm MIOpen's) search for the fastest kernel of each shape; turned off if shapes vary a lot.
 
 
 #: Each new shape costs a search of a few hundred milliseconds; with more shapes than this they are not constant.

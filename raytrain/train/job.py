@@ -40,9 +40,6 @@ from raytrain.plan.shares import Shares, shares_of
 from raytrain.train.state import LoopLimits
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- job
-# The job that the driver sends to the workers: configuration sections, plan and run folder; the settings of a step.
-
 
 @dataclass(frozen=True)
 class TrainJob:
@@ -124,7 +121,6 @@ def limits_of(job: TrainJob) -> LoopLimits:
         max_steps=int(job.planned("max_steps")),
         log_every=job.loop.log_every,
         eval_every=int(every) if every else None,
-        eval_batches=job.loop.eval_batches,
         patience=job.loop.patience,
         min_delta=job.loop.min_delta,
         nonfinite_steps=job.retry.nonfinite_steps,
@@ -133,7 +129,6 @@ def limits_of(job: TrainJob) -> LoopLimits:
 
 
 # ---------------------------------------------------------------- build
-# Builds the model that a job names, and loads a checkpoint into it.
 
 
 def source_facts(source: Source) -> dict[str, Any]:

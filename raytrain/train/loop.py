@@ -30,9 +30,6 @@ from raytrain.train.state import Clock, Fetching, LoopLimits, LoopOutcome, LoopS
 from raytrain.train.step import StepOutput, TrainingStep
 from raytrain.trainable import IntervalRow, MicroBatch
 
-# ---------------------------------------------------------------- row
-
-
 #: Step times that a row's quantiles are taken from; without rows for long, the times before are only summed.
 RECENT_STEPS = 1000
 

@@ -18,10 +18,6 @@ from raytrain.errors import InputError
 from raytrain.models.blocks import blocks_of
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- eager
-# torch's optimizers without the import of torch's compiler.
-
-
 _sgd_step = inspect.unwrap(torch.optim.SGD.step)
 
 
@@ -62,7 +58,6 @@ class SGD(Eager, torch.optim.SGD):
 
 
 # ---------------------------------------------------------------- muon
-# The Muon optimizer: momentum with orthogonalised updates, for the matrices inside a network's blocks.
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -18,9 +18,6 @@ from raytrain.data.rows.residency import rebuild
 from raytrain.errors import InputError
 from raytrain.models.blocks import called_modules
 
-# ---------------------------------------------------------------- policy
-
-
 #: The fallback of each precision when it fails, with more mantissa or range.
 HIGHER_PRECISION = {"fp16": "bf16", "bf16": "fp32", "tf32": "fp32"}
 
@@ -120,7 +117,6 @@ class LossScale:
 
 
 # ---------------------------------------------------------------- layers
-# Layers that compute in a different format than the model: in fp32 under autocast, or alone in half precision.
 
 
 KEY = "precision.fp32_layers"

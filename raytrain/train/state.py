@@ -16,9 +16,6 @@ from torch import Tensor
 from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.data.rows.batches import Cursor
 
-# ---------------------------------------------------------------- clock
-
-
 Item = TypeVar("Item")
 
 
@@ -88,7 +85,6 @@ class LoopLimits:
     max_steps: int
     log_every: int | Literal["epoch"]
     eval_every: int | None
-    eval_batches: int | None
     patience: int | None
     min_delta: float
     nonfinite_steps: int

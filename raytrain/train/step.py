@@ -31,9 +31,6 @@ from raytrain.train.parallel.reduction import Passed, Reduction
 from raytrain.train.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
 
-# ---------------------------------------------------------------- step
-
-
 MetricSums = dict[str, tuple[Tensor, float]]
 
 
@@ -386,7 +383,6 @@ class TrainingStep:
 
 
 # ---------------------------------------------------------------- evaluation
-# Evaluates the eval split on all workers; the training state stays as it was.
 
 
 def evaluate(

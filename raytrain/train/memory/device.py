@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from raytrain.train.parallel.collectives import Workers
 
 
-# ---------------------------------------------------------------- allocator
-# Tunes the C allocator (glibc): keep freed memory for the next step, or return it to the kernel at once.
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 2**30
 #: The largest value that glibc accepts for the heaps of threads other than the main one; Ray trains in such a thread.
@@ -314,7 +310,6 @@ def processes_sharing(device: torch.device, workers: Workers) -> int:
 
 
 # ---------------------------------------------------------------- oom
-# Handles out of memory in the passes of a step: all workers drop the step together, without a trace.
 
 
 Made = TypeVar("Made")

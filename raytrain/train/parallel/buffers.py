@@ -20,10 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.placing import is_sharded, limited_weights
 
-# ---------------------------------------------------------------- forward changes
-# Parameters that forward itself changes: teachers that follow the weights, and embeddings with `max_norm`.
-
-
 SAMPLED = 16
 """Elements of a parameter that are compared to notice changes which do not advance its version (`.data`)."""
 
@@ -171,8 +167,6 @@ class _Mark:
 
 
 # ---------------------------------------------------------------- buffer sync
-# Keeps equal on all workers what forward changes (batch norm statistics, codebooks, teachers): rank 0's count, as in
-# DDP.
 
 
 class BufferSync:

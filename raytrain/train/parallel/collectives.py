@@ -20,9 +20,6 @@ from torch import Tensor
 
 from raytrain.errors import StateLost, lost_in
 
-# ---------------------------------------------------------------- collectives
-
-
 #: Maximum seconds until every worker learns why a group was abandoned.
 ABORT_REASON_TIMEOUT_S = 3.0
 
@@ -181,7 +178,6 @@ class Workers:
 
 
 # ---------------------------------------------------------------- interleave
-# Interleaves two passes: one computes while the messages of the other are in transit.
 
 
 Made = TypeVar("Made")

@@ -14,10 +14,6 @@ from torch import Tensor, nn
 
 from raytrain.errors import RunError
 
-# ---------------------------------------------------------------- squares
-# Sums of squares of gradients, for the clip norm: their rows in float32, and the sum of the rows in float64.
-
-
 #: Longest row; a longer one is divided.
 ROW = 2**12
 #: Elements that a CPU converts to float64 at a time, a multiple of `ROW`. They fit in the cache: converting a large

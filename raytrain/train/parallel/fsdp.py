@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
 
 
-# ---------------------------------------------------------------- timed collectives
-# The collectives inside the passes of a sharded model, timed on this worker.
-
-
 #: The names since torch 2.13, or the older ones.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -93,7 +89,6 @@ class TimedCollective:
 
 
 # ---------------------------------------------------------------- reduction
-# The reduction of `fsdp`: gradients are summed into shards inside each backward.
 
 
 class ShardGradients(GradientBuffers):
@@ -204,7 +199,6 @@ class ShardedReduction(Reduction):
 
 
 # ---------------------------------------------------------------- wrap
-# Shards a module over the workers, block by block, with torch's FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
 
 def shard(
@@ -295,7 +289,6 @@ def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: Blo
 
 
 # ---------------------------------------------------------------- checkpoint
-# Checkpoints of a sharded run: each worker writes its own rows, in parallel with rank 0.
 
 
 class ShardSaver:
@@ -378,7 +371,6 @@ class ShardSaver:
 
 
 # ---------------------------------------------------------------- state
-# State saved by any number of workers, as shards.
 
 
 def cut(whole: Tensor, value: Tensor) -> Tensor:

@@ -23,10 +23,6 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers, HeldGradients
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- buckets
-# All-reduces of a step's gradients, bucket by bucket: after the last backward, or overlapped with it.
-
-
 #: Size at which a bucket is closed, in bytes. On a CPU (gloo, loopback), buckets of 1 MiB took up to
 #: three times as long as a single all-reduce, buckets of 4 MiB no longer; the GPU size is that of torch's DDP.
 CPU_BUCKET_BYTES, GPU_BUCKET_BYTES = 4 * 2**20, 25 * 2**20
@@ -151,7 +147,6 @@ def _on_gradient(sums: weakref.ref[BucketSums], bucket: int, place: int, paramet
 
 
 # ---------------------------------------------------------------- reduction
-# Sums a step's gradients over the workers.
 
 
 Result = TypeVar("Result")
