@@ -157,11 +157,7 @@ def _run(command: TuneCommand) -> TuneResult:
 
 
 def _refuse_objects(loaded: LoadedSpec) -> None:
-    """Refuse a job with Python objects: trials read it from a file.
-
-    Raises:
-        InputError: names the key of the object.
-    """
+    """Refuse a job with Python objects: trials read it from a file. Raises InputError: names the key of the object."""
     spec = loaded.spec
     collate = None if isinstance(spec.data.collate, str) else spec.data.collate
     objects = {"model.module": spec.model.module, "data.train": spec.data.train, "data.eval": spec.data.eval}
@@ -176,11 +172,8 @@ def _refuse_objects(loaded: LoadedSpec) -> None:
 def open_sweep(
     resume: str, path: Path | None, overrides: Sequence[str], *, mapping: Mapping[str, Any] | None = None
 ) -> tuple[SweepFolder, LoadedSpec]:
-    """Open the search to resume and load its own job.
-
-    Raises:
-        InputError: there is no such search, it is still running (names host and pid), or something else is given.
-    """
+    """Open the search to resume and load its own job. Raises InputError: there is no such search, it is still running
+    (names host and pid), or something else is given."""
 
     def refused(got: str, expected: str, remedy: str = "") -> InputError:
         return InputError("--resume", got=got, expected=expected, remedy=remedy)
@@ -203,14 +196,8 @@ def open_sweep(
 
 
 def found_job(folder: str, *, beside: object = None) -> Path:
-    """Return the path of a search's best.yaml.
-
-    Args:
-        beside: a JOB.yaml or a run that was also given.
-
-    Raises:
-        InputError: it is not a search folder, the search is not done, or another job is given as well.
-    """
+    """Return the path of a search's best.yaml. `beside`: a JOB.yaml or a run that was also given. Raises InputError: it
+    is not a search folder, the search is not done, or another job is given as well."""
     if beside is not None:
         raise InputError("--from-tune", got=f"{beside} as well", expected="one job")
     folder = typed_path(folder, key="--from-tune")

@@ -54,17 +54,11 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward and backward pass on one worker.
+    """The rows of one forward and backward pass on one worker."""
 
-    Attributes:
-        batch: on the device.
-        weight: samples or tokens that its loss averages over.
-        last: whether it is the last of its step, as far as is known.
-    """
-
-    batch: Batch
-    weight: int
-    last: bool = False
+    batch: Batch  # on the device
+    weight: int  # samples or tokens that its loss averages over
+    last: bool = False  # whether it is the last of its step, as far as is known
 
 
 @dataclass(frozen=True)
@@ -72,20 +66,15 @@ class LocalStep:
     """What one rank knows between backward and the optimizer step.
 
     Attributes:
-        step: the step about to be committed, from 1.
-        sum_of_squares: float64 scalar over the reduced gradients of this rank's share.
-        nonfinite: bool scalar, true where a gradient or the loss is not finite.
-        counts: this rank's routed tokens (`Trainable.counts`), or None.
-        lr: learning rate of this step.
         inverse_scale: factor that remote gradients still need: the inverse of fp16's loss scale, and the correction
             where losses have told another weight than the loader; a device scalar, or None.
     """
 
-    step: int
-    sum_of_squares: Tensor
-    nonfinite: Tensor
-    counts: Tensor | None = None
-    lr: float = 0.0
+    step: int  # the step about to be committed, from 1
+    sum_of_squares: Tensor  # float64 scalar over the reduced gradients of this rank's share
+    nonfinite: Tensor  # bool scalar, true where a gradient or the loss is not finite
+    counts: Tensor | None = None  # this rank's routed tokens (`Trainable.counts`), or None
+    lr: float = 0.0  # learning rate of this step
     inverse_scale: Tensor | None = None
 
 
@@ -122,16 +111,14 @@ class RemoteState:
     collective.
 
     Attributes:
-        distributed: whether there is any: passes then exchange messages with other processes.
-        note: what has changed about where the state is held since the last time, for the record; usually empty.
         deaths: processes that died after the last committed step and before this object was made, in order.
         workers_group: the workers' process groups, where they must end together with those of the other processes;
             None = torch's default group.
         interleaver: runs another pass while one waits for other processes; None where no pass waits.
     """
 
-    distributed = False
-    note = ""
+    distributed = False  # whether there is any: passes then exchange messages with other processes
+    note = ""  # what has changed about where the state is held since the last time, for the record; usually empty
     deaths: Sequence[Death] = ()
     workers_group: WorkersGroup | None = None
     interleaver: Interleaver | None = None

@@ -45,21 +45,13 @@ SLIVER = 0.001
 
 @dataclass(frozen=True)
 class TrialDevices:
-    """Where trials run: on each GPU, or on each node without GPUs, one at a time.
-
-    Attributes:
-        number: of them.
-        on_gpu: whether they are GPUs.
-        cores: CPU cores that a measurement on CPUs reserves: those of its node, so that no other one runs there.
-        budget_bytes: memory budget of one process; None if unknown.
-        required: Ray's accelerator type that a trial needs, where the cluster has several; else "".
-    """
+    """Where trials run: on each GPU, or on each node without GPUs, one at a time."""
 
     number: int
     on_gpu: bool
-    cores: int
-    budget_bytes: int | None
-    required: str = ""
+    cores: int  # CPU cores that a measurement on CPUs reserves: those of its node, so that no other one runs there
+    budget_bytes: int | None  # memory budget of one process; None if unknown
+    required: str = ""  # Ray's accelerator type that a trial needs, where the cluster has several; else ""
 
     def resources(self, *, local: bool) -> dict[str, float]:
         """What Ray reserves for one trial."""
@@ -69,11 +61,8 @@ class TrialDevices:
 
 def find_devices(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bool) -> TrialDevices:
     """The devices that a search of this job measures on: of several types that Ray can tell apart, the one with the
-    least memory of those that the run uses, since a micro-batch has to fit every worker.
-
-    Raises:
-        InputError: a machine has GPUs of different types, of which Ray would assign any to a trial.
-    """
+    least memory of those that the run uses, since a micro-batch has to fit every worker. Raises InputError: a machine
+    has GPUs of different types, of which Ray would assign any to a trial."""
     machines = choose_devices(spec.scale, inventory, [])
     nodes = [node for node, _ in machines.pool] if on_gpu else [node for node in inventory.nodes if node.cpus > 0]
     types = sorted({node.accelerator for node in nodes})
@@ -112,22 +101,18 @@ class BatchSearch:
 
     Attributes:
         alone_spec, alone_plan: the job of a trial (one worker, experts in-process), and its plan.
-        run_plan: of the run, for which the result is.
     """
 
     space: BatchSpace
     devices: TrialDevices
     alone_spec: JobSpec
     alone_plan: Plan
-    run_plan: Plan
+    run_plan: Plan  # of the run, for which the result is
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
-    """What a search without `tune.space` may try on these machines.
-
-    Raises:
-        InputError: nothing is left to search, or the model alone needs more memory than a process may use.
-    """
+    """What a search without `tune.space` may try on these machines. Raises InputError: nothing is left to search, or
+    the model alone needs more memory than a process may use."""
     spec = loaded.spec
     free = spec.loop.global_batch_size == "auto"
     dtype, micro = spec.precision.dtype, spec.loop.micro_batch_size

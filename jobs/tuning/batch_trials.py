@@ -48,7 +48,7 @@ class BatchTrials(TrialRecorder):
             return None if self._requests and not self.stopping else Searcher.FINISHED
         self._requests[number] = found[0]
         config = {"number": number, **asdict(found[0])}
-        self.proposed(config)
+        self.runs(config, started=False)
         return config
 
     def _number_of(self, wanted: Proposal) -> int | None:
@@ -65,13 +65,11 @@ class BatchTrials(TrialRecorder):
         return self._number
 
     def text_of(self, config: dict[str, Any]) -> str:
-        """Its candidate, and what is measured."""
         wanted = from_json(Proposal, config)
         one = wanted.candidate
         return f"{one.precision}, {counted(one.micro_batch_size, 'row')}, {wanted.what}"
 
     def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
-        """The place of its process."""
         return None if started else self._need
 
     def row_of(

@@ -45,12 +45,8 @@ COMMENT_COLUMNS = 108
 
 
 class TuneCommand:
-    """One `tune` command. What is searched is up to the subclass.
-
-    Args:
-        sweep: the search folder to resume; None: a new search.
-        activity: says what happens; entered by the caller.
-    """
+    """One `tune` command. What is searched is up to the subclass. `sweep`: the search folder to resume; None: a new
+    search. `activity`: says what happens; entered by the caller."""
 
     def __init__(
         self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console,
@@ -128,11 +124,8 @@ class TuneCommand:
         return self.sweep
 
     def open_sweep(self, inventory: Inventory) -> None:
-        """Create the search folder, or reopen the resumed one, and record the start.
-
-        Raises:
-            InputError: it cannot be written.
-        """
+        """Create the search folder, or reopen the resumed one, and record the start. Raises InputError: it cannot be
+        written."""
         checks = run_preflight(save_dir=self.spec.save.dir, inventory=inventory, checkpoint_bytes=None,
                                worker_bytes=None, local_workers=1, on_gpu=False)  # fmt: skip
         failed = next((check for check in checks if check.status == "fail"), None)

@@ -47,15 +47,10 @@ _KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a key: a list of them (`choice`), or two numbers, both included, and how to draw between them.
+    """The values of a key: a list of them (`choice`), or two numbers, both included, and how to draw between them."""
 
-    Attributes:
-        kind: choice, loguniform, uniform or randint.
-        given: the list, or (low, high).
-    """
-
-    kind: str
-    given: tuple[Any, ...]
+    kind: str  # choice, loguniform, uniform or randint
+    given: tuple[Any, ...]  # the list, or (low, high)
 
     @property
     def examples(self) -> tuple[Any, ...]:
@@ -103,11 +98,8 @@ class Space:
 
 
 def parse_space(space: Mapping[str, Any]) -> Space:
-    """Parse `tune.space`, whose keys may be dotted or nested.
-
-    Raises:
-        InputError: the space is empty, a key cannot differ between trials, or a value is no list and no distribution.
-    """
+    """Parse `tune.space`, whose keys may be dotted or nested. Raises InputError: the space is empty, a key cannot
+    differ between trials, or a value is no list and no distribution."""
     flat = dict(_flattened(space, ""))
     if not flat:
         raise InputError(
@@ -170,21 +162,16 @@ class Point:
     """One trial of a space.
 
     Attributes:
-        number: from 1, in the order of the space.
-        values: dotted key -> value of this trial.
-        overrides: `section.key=value` for everything that it changes in the job.
         gpus, cores: resources of its processes.
-        max_steps: length of its run; None if it depends on the data.
-        need: what its processes need of a cluster.
     """
 
-    number: int
-    values: dict[str, Any]
-    overrides: tuple[str, ...]
+    number: int  # from 1, in the order of the space
+    values: dict[str, Any]  # dotted key -> value of this trial
+    overrides: tuple[str, ...]  # `section.key=value` for everything that it changes in the job
     gpus: int
     cores: int
-    max_steps: int | None
-    need: Need | None = None
+    max_steps: int | None  # length of its run; None if it depends on the data
+    need: Need | None = None  # what its processes need of a cluster
 
 
 @dataclass(frozen=True)
@@ -192,15 +179,12 @@ class Points:
     """All trials of a search.
 
     Attributes:
-        trials: in the order of the space; with a searcher, as many examples as it may choose.
-        left_out: the infeasible combinations with their reasons.
-        space: the values of each key.
         check: the trial of this number with these values; raises InputError if it cannot run.
     """
 
-    trials: tuple[Point, ...]
-    left_out: tuple[tuple[dict[str, Any], str], ...]
-    space: Space
+    trials: tuple[Point, ...]  # in the order of the space; with a searcher, as many examples as it may choose
+    left_out: tuple[tuple[dict[str, Any], str], ...]  # the infeasible combinations with their reasons
+    space: Space  # the values of each key
     check: Callable[[int, dict[str, Any]], Point]
 
     def at_a_time(self, *, gpus: int, cpus: int, alone: bool) -> int:
@@ -255,11 +239,8 @@ def checked_space(loaded: LoadedSpec) -> Space:
 
 
 def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
-    """Check each value on its own against its key.
-
-    Raises:
-        InputError: the first wrong value or unknown key, with the nearest key.
-    """
+    """Check each value on its own against its key. Raises InputError: the first wrong value or unknown key, with the
+    nearest key."""
     for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
         changed, _ = apply_overrides(mapping, [f"{key}={render(value)}"])
         try:

@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from ray import PlacementGroupID, tune
@@ -134,7 +134,6 @@ class SpaceTrials(TrialRecorder):
         self._beside: set[int] = set()
 
     def text_of(self, config: dict[str, Any]) -> str:
-        """The values of its keys."""
         return values_text(config["values"])
 
     def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
@@ -177,34 +176,25 @@ class SpaceTrials(TrialRecorder):
         """
         super().ended(config, result, error)
         if self._private and error is not None and outcome_of(error) == "died":
-            self._reserved |= set(reservations())
+            self._reserved |= reservations()
             self._beside |= self.running.keys()
         self._beside.discard(config["number"])
         if self._reserved and not self._beside:
-            for key in self._reserved.intersection(reservations()):
+            for key in self._reserved & reservations():
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
             self._reserved.clear()
 
 
-def reservations() -> list[str]:
+def reservations() -> set[str]:
     """Placement groups of trainers, as hexadecimal ids."""
-    return [
-        key
-        for key, group in placement_group_table().items()
-        if group["state"] != "REMOVED" and any(bundle != {"CPU": TRIAL_CPU} for bundle in group["bundles"].values())
-    ]
+    groups = {key: group for key, group in placement_group_table().items() if group["state"] != "REMOVED"}
+    own = {"CPU": TRIAL_CPU}
+    return {key for key, group in groups.items() if any(bundle != own for bundle in group["bundles"].values())}
 
 
 def run_name(number: int) -> str:
     """Name of the run of a trial."""
     return f"trial-{number:04d}"
-
-
-@dataclass(frozen=True)
-class EndedTrial:
-    """The attributes of a trial that a scheduler reads."""
-
-    trial_id: str
 
 
 class PatientMedian(MedianStoppingRule):
@@ -232,7 +222,7 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
     else:
         return None
     for trial, losses in curves.items():
-        ended = EndedTrial(f"ended {trial}")
+        ended = SimpleNamespace(trial_id=f"ended {trial}")  # what a scheduler reads of a trial
         scheduler.on_trial_add(None, ended)
         for step, loss in losses:
             scheduler.on_trial_result(None, ended, {"step": step, "eval_loss": loss})
@@ -265,14 +255,8 @@ class SpaceTrial(tune.Trainable):
         self, config: dict[str, Any], mapping: Any = None, sweep: str = "", folder: str = "", visible: Any = None,
         channel: Any = None,
     ) -> None:  # fmt: skip
-        """Start training.
-
-        Args:
-            mapping: the job, with absolute data paths.
-            sweep: path of the search folder.
-            folder, visible: see `use_environment`.
-            channel: the `DriverChannel` actor through which the driver asks trials to stop.
-        """
+        """Start training: the job `mapping`, which has absolute data paths, with the config's overrides, in the search
+        folder `sweep`; `channel`: the `DriverChannel` actor through which the driver asks trials to stop."""
         use_environment(folder, visible)
         trial = config["trial"]
         self._sweep, self._name = SweepFolder(sweep), run_name(trial["number"])
@@ -286,11 +270,8 @@ class SpaceTrial(tune.Trainable):
         on_stop_request(channel, self._signals.asked.set)
 
     def step(self) -> dict[str, Any]:
-        """{"step", "eval_loss"} of the next evaluation; at the end, the complete result.
-
-        Raises:
-            RunError: the run failed; only this trial ends.
-        """
+        """{"step", "eval_loss"} of the next evaluation; at the end, the complete result. Raises RunError: the run
+        failed; only this trial ends."""
         row = next(self._rows, None)
         if row is not None:
             self._last = row
@@ -312,9 +293,6 @@ class SpaceTrial(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Does nothing: Ray asks for a checkpoint when a trial ends, but the run writes its own ones."""
-
-    def load_checkpoint(self, checkpoint: Any) -> None:
-        """Does nothing: see `save_checkpoint`."""
 
     def _evaluations(self) -> Iterator[dict[str, Any]]:
         """{"step", "eval_loss"} of each evaluation as the run writes it, until it ends."""

@@ -39,13 +39,12 @@ class TrialRecorder(Callback):
 
     Attributes:
         running: of the trials whose process was asked for or runs: what it does, its text, what it still needs.
-        stopping: trials were asked to stop, and what they report from now on is not a result.
     """
 
     def __init__(self, command: TuneCommand) -> None:
         self.command, self.sweep = command, command.the_sweep
         self.running: dict[int, tuple[str, str, Need | None]] = {}
-        self.stopping = False
+        self.stopping = False  # trials were asked to stop, and what they report from now on is not a result
         self._began: dict[int, float] = {}
 
     @abstractmethod
@@ -56,30 +55,20 @@ class TrialRecorder(Callback):
     def row_of(
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
-        """The row of a trial and what its line says; None if it did not end as a result.
-
-        Args:
-            result: the last report.
-            error: what ended it, if anything did.
-        """
+        """The row of a trial and what its line says; None if it did not end as a result. `result`: the last report.
+        `error`: what ended it, if anything did."""
 
     def need_of(self, config: dict[str, Any], *, started: bool) -> Need | None:
         """What a trial may still wait for on a shared cluster, before or after its process has started; None for
         nothing."""
         return None
 
-    def proposed(self, config: dict[str, Any]) -> None:
-        """The process of a trial is being started."""
-        self._runs("starting", config)
-
-    def started(self, config: dict[str, Any]) -> None:
-        """The process of a trial has started."""
-        self._began[config["number"]] = time.time()
-        self._runs("measuring", config)
-
-    def _runs(self, word: str, config: dict[str, Any]) -> None:
-        need = self.need_of(config, started=word == "measuring")
-        self.running[config["number"]] = word, self.text_of(config), need
+    def runs(self, config: dict[str, Any], *, started: bool) -> None:
+        """The process of a trial is being started, or has started."""
+        if started:
+            self._began[config["number"]] = time.time()
+        need = self.need_of(config, started=started)
+        self.running[config["number"]] = "measuring" if started else "starting", self.text_of(config), need
         self._say()
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
@@ -110,7 +99,7 @@ class TrialRecorder(Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Ray calls this once a trial's process has started."""
-        self.started(trial.config["trial"])
+        self.runs(trial.config["trial"], started=True)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """It returned, or a scheduler ended it early."""
@@ -137,8 +126,7 @@ class StatelessSearcher(Searcher):
     def save(self, checkpoint_path: str) -> None:
         """Does nothing."""
 
-    def restore(self, checkpoint_path: str) -> None:
-        """Does nothing."""
+    restore = save
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

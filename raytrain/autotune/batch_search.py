@@ -53,16 +53,13 @@ class Proposal:
     """One measurement that the search proposes.
 
     Attributes:
-        candidate: what to measure.
-        passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
-        with_memory: also read the peak.
         against: rivals, measured with this one in `passes` alternating rounds, after this one's peak if it is to be
             read.
     """
 
-    candidate: Candidate
-    passes: int = PASSES
-    with_memory: bool = False
+    candidate: Candidate  # what to measure
+    passes: int = PASSES  # timed passes at most, after a warm-up that is dropped; 0: memory alone
+    with_memory: bool = False  # also read the peak
     against: tuple[Candidate, ...] = ()
 
     @property
@@ -103,10 +100,7 @@ class SearchResults:
 
 def next_proposals(space: BatchSpace, results: SearchResults, running: Sequence[Proposal] = ()) -> list[Proposal]:
     """What to measure now, at most one proposal for each idle device; nothing while results are awaited, or at the end.
-
-    Args:
-        running: proposals without a result so far.
-    """
+    `running`: proposals without a result so far."""
     in_progress = {one.aim for one in running}
     wanted = [one for one in CandidateSearch(space, results).wanted() if one.aim not in in_progress]
     return wanted[: max(0, space.devices - len(running))]
@@ -292,11 +286,8 @@ class BatchDecision:
 
 
 def decide(space: BatchSpace, results: SearchResults) -> BatchDecision:
-    """The best candidate by these measurements; also for a search that was interrupted.
-
-    Raises:
-        RunError: nothing that was measured can run; says how many bytes are needed and which key allows more.
-    """
+    """The best candidate by these measurements; also for a search that was interrupted. Raises RunError: nothing that
+    was measured can run; says how many bytes are needed and which key allows more."""
     search = CandidateSearch(space, results)
     chosen = search.chosen
     if chosen is None:

@@ -29,18 +29,12 @@ NAMED_AT_MOST = 6
 
 @dataclass(frozen=True)
 class LayerChange:
-    """What one layer in half precision, all others in fp32, does to a micro-batch.
-
-    Attributes:
-        loss: difference relative to fp32's; NaN where not finite.
-        gradient: norm of the difference of the whole gradient, relative to fp32's norm.
-        error: why it cannot be computed so, or None.
-    """
+    """What one layer in half precision, all others in fp32, does to a micro-batch."""
 
     layer: str
-    loss: float
-    gradient: float
-    error: str | None = None
+    loss: float  # difference relative to fp32's; NaN where not finite
+    gradient: float  # norm of the difference of the whole gradient, relative to fp32's norm
+    error: str | None = None  # why it cannot be computed so
 
     @property
     def score(self) -> float:
@@ -80,11 +74,7 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
     """Which layers must stay in fp32 under this half precision, measured on the first micro-batch of the global batch,
     the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
-    measures. Collective.
-
-    Raises:
-        RunError: a pass in fp32 fails.
-    """
+    measures. Collective. Raises RunError: a pass in fp32 fails."""
     indices, _ = session.loader.global_batch(session.state.cursor)
     rows, why = session.loader.batches.micro_batch, ""
     while rows:

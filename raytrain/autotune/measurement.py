@@ -33,12 +33,7 @@ Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search.
-
-    Attributes:
-        precision: value of `precision.dtype`.
-        micro_batch_size: rows of one forward and backward pass.
-    """
+    """One point of the search."""
 
     precision: str
     micro_batch_size: int
@@ -49,35 +44,25 @@ class Measurement:
     """One candidate, measured with the real step: the slowest worker's seconds, the largest peak.
 
     Attributes:
-        outcome: with "out_of_memory" the device's allocator refused, or the peak was above the budget.
         pass_s: seconds of each forward and backward pass of one micro-batch, warm-up dropped; may be empty.
         update_s: seconds of each reduction, clip and optimizer step, warm-up dropped; may be empty.
-        peak_bytes: the most that the process had allocated at a time; None if memory was not read.
         floor_bytes: allocated before the first pass: model, optimizer state, gradients, data and the process itself.
-        loss, grad_norm: of the first pass.
-        reason: of an outcome other than "ok".
-        taken_at: unix time of its end; 0 if unknown.
     """
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: Outcome  # with "out_of_memory" the device's allocator refused, or the peak was above the budget
     pass_s: tuple[float, ...] = ()
     update_s: tuple[float, ...] = ()
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # the most that the process had allocated at a time; None if memory was not read
     floor_bytes: int | None = None
-    loss: float = math.nan
+    loss: float = math.nan  # of the first pass
     grad_norm: float = math.nan
-    reason: str = ""
-    taken_at: float = 0.0
+    reason: str = ""  # of an outcome other than "ok"
+    taken_at: float = 0.0  # unix time of its end; 0 if unknown
 
     def step_s(self, rows: int) -> float:
         """Seconds of a step of `rows` rows on one worker, from the medians: its passes and one update."""
         return step_seconds(rows, self.candidate.micro_batch_size, median(self.pass_s), self.update_s)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether its timed passes took about the same time; true for a memory reading alone."""
-        return are_steady(self.pass_s)
 
 
 def step_seconds(rows: int, size: int, pass_s: float, updates: Sequence[float]) -> float:
@@ -134,9 +119,7 @@ def line_of(measured: Iterable[Measurement]) -> MemoryLine:
     return MemoryLine(sum(peaks) / len(peaks), 0.0)  # more rows never take less
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter = cache(TypeAdapter)
 
 
 def from_json(kind: type[T], row: Mapping[str, Any]) -> T:

@@ -41,8 +41,7 @@ def next_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, b
     """The size to measure next; None where `choose_micro_batch` has its answer.
 
     Begins with a small size, continues with the largest one that the line through all fitting sizes predicts to be
-    within the budget, and ends at a size that was measured to fit while the next larger one was measured, or is
-    predicted from two sizes, not to fit.
+    within the budget, and ends where the next larger one was measured, or is predicted from two sizes, not to fit.
     """
     fitted = {one.candidate.micro_batch_size for one in measured if one.outcome == "ok"}
     failed = {one.candidate.micro_batch_size for one in measured if one.outcome != "ok"}
@@ -114,20 +113,16 @@ def measure_micro_batch(probe: StepProbe, settings: dict[str, Any]) -> tuple[Res
         # a loss that is not finite needs as much memory as any other; training has its own rules for it
         tried.append(replace(found, outcome="ok") if found.outcome == "nonfinite" else found)
     chosen = choose_micro_batch(sizes, tried, budget=budget)
-    if chosen is None:
-        raise _too_large(tried[-1], budget)
-    return chosen, micro_batch_record(chosen, tried, budget=budget, settings=settings)
-
-
-def _too_large(last: Measurement, budget: int | None) -> RunError:
-    """Why not even the smallest size could be measured."""
-    rows = counted(last.candidate.micro_batch_size, "row")
+    if chosen is not None:
+        return chosen, micro_batch_record(chosen, tried, budget=budget, settings=settings)
+    last = tried[-1]
+    few = counted(last.candidate.micro_batch_size, "row")
     if last.outcome == "error":
-        return RunError(f"a step of {rows} cannot be run: {last.reason}")
+        raise RunError(f"a step of {few} cannot be run: {last.reason}")
     allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
     needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
-    return NothingFits(
-        f"not even a micro-batch of {rows} fits{needed}: {last.reason}; raise cluster.memory_fraction or"
+    raise NothingFits(
+        f"not even a micro-batch of {few} fits{needed}: {last.reason}; raise cluster.memory_fraction or"
         f" cluster.memory_limit{allowed}, set loop.activation_checkpointing or a lower precision.dtype, or make the"
         " model smaller"
     )

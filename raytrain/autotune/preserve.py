@@ -17,11 +17,8 @@ from raytrain.trainable import Trainable
 
 @contextlib.contextmanager
 def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = False) -> Iterator[None]:
-    """Restores the model's buffers, extra state, generators, gradients (to zero) and train modes.
-
-    Args:
-        worst: inside, what depends on the data (the routing of a mixture of experts) needs the most memory it can.
-    """
+    """Restores the model's buffers, extra state, generators, gradients (to zero) and train modes. `worst`: inside, what
+    depends on the data (the routing of a mixture of experts) needs the most memory it can."""
     module = trainable.module
     saved = SavedState(module, device)
     saved.take()

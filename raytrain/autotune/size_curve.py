@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from raytrain.autotune.measurement import Candidate, Measurement, MemoryLine, line_of, step_seconds
+from raytrain.autotune.measurement import Candidate, Measurement, MemoryLine, are_steady, line_of, step_seconds
 
 #: A smaller size is chosen if it loses no more than this fraction of the best throughput.
 NEAR = 0.03
@@ -37,19 +37,15 @@ class BatchSpace:
     """What may be tried, and how it is judged.
 
     Attributes:
-        precisions: values of `precision.dtype`.
-        sizes: micro-batch sizes, ascending.
         rows_per_step: rows of one worker's step where the global batch is given (accumulation makes up the rest); None
             where the batch is free, and each step is one micro-batch.
-        budget_bytes: what one process may allocate; None: memory is not read.
-        devices: measurements that may run at a time.
     """
 
     precisions: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of micro-batches, ascending
     rows_per_step: int | None
-    budget_bytes: int | None
-    devices: int = 1
+    budget_bytes: int | None  # what one process may allocate; None: memory is not read
+    devices: int = 1  # measurements that may run at a time
 
     @property
     def reference(self) -> str:
@@ -94,11 +90,6 @@ class SizeCurve:
     """The measurements of one precision, by size, and bounds for the sizes between and beyond them.
 
     Attributes:
-        seconds: of each pass, by size.
-        first_pass: loss and gradient norm, by size.
-        peaks: bytes, by size, where they were read.
-        too_large: the smallest size that did not fit; infinite if all did.
-        failed: why, by size, where a pass did not fit or failed for another reason.
         nonfinite: why the precision cannot be used here, or "".
         unsteady: sizes timed once, while the machine did other work: to be timed once more. The unsteady measurement
             is left out once there is a steady one.
@@ -106,13 +97,14 @@ class SizeCurve:
 
     def __init__(self, space: BatchSpace, precision: str, measurements: Iterable[Measurement]) -> None:
         self.space, self.precision = space, precision
-        self.seconds: dict[int, tuple[float, ...]] = {}
-        self.first_pass: dict[int, tuple[float, float]] = {}
-        self.peaks: dict[int, int] = {}
-        self.failed: dict[int, str] = {}
+        self.seconds: dict[int, tuple[float, ...]] = {}  # of each pass, by size
+        self.first_pass: dict[int, tuple[float, float]] = {}  # loss and gradient norm, by size
+        self.peaks: dict[int, int] = {}  # bytes, by size
+        self.failed: dict[int, str] = {}  # why, by size, where a pass did not fit or failed for another reason
         self.too_large, self.nonfinite = math.inf, ""
         self.read: list[Measurement] = []
         self.updates: list[float] = []
+        self.unsteady: list[int] = []
         timed: dict[int, list[Measurement]] = {}
         for one in measurements:
             if one.candidate.precision != precision:
@@ -123,7 +115,7 @@ class SizeCurve:
                 self.read.append(one)
             over = peak is not None and space.budget_bytes is not None and peak > space.budget_bytes
             if one.outcome == "out_of_memory" or over:
-                self.too_large = min(size, self.too_large)
+                self.too_large = min(size, self.too_large)  # the smallest size that did not fit; infinite if all did
                 self.failed[size] = one.reason or "out of memory"
             elif one.outcome == "error":
                 self.failed[size] = one.reason or "it failed"
@@ -134,9 +126,10 @@ class SizeCurve:
                 self.first_pass[size] = one.loss, one.grad_norm
                 self.updates += one.update_s
         for size, several in timed.items():
-            counted = [one for one in several if one.is_steady] or several
+            counted = [one for one in several if are_steady(one.pass_s)] or several
             self.seconds[size] = tuple(second for one in counted for second in one.pass_s)
-        self.unsteady = [size for size, several in timed.items() if len(several) == 1 and not several[0].is_steady]
+            if len(several) == 1 and not are_steady(several[0].pass_s):
+                self.unsteady.append(size)
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -63,21 +63,13 @@ def read_measured(run: RunFolder) -> dict[str, Record]:
 
 @dataclass
 class Calibration:
-    """What the choices at the start of an attempt have in common.
-
-    Attributes:
-        session: the attempt's.
-        run: whose memory_probe.json is read and written, by rank 0.
-        reporter: receives an event for every choice that is measured.
-        report_progress: sends a status to the driver; does nothing except on rank 0.
-        decided: names of the choices that were made in this attempt, and not before.
-    """
+    """What the choices at the start of an attempt have in common."""
 
     session: Session
-    run: RunFolder
-    reporter: Reporter
-    report_progress: Callable[[dict[str, Any]], None]
-    decided: set[str] = field(default_factory=set)
+    run: RunFolder  # whose memory_probe.json is read and written, by rank 0
+    reporter: Reporter  # receives an event for every choice that is measured
+    report_progress: Callable[[dict[str, Any]], None]  # sends a status to the driver; does nothing except on rank 0
+    decided: set[str] = field(default_factory=set)  # names of the choices that were made in this attempt
 
     @cached_property
     def probe(self) -> StepProbe:
@@ -106,10 +98,8 @@ class Calibration:
         return self.session.workers.broadcast_object(read_measured(self.run).get(name) if self.speaks else None)
 
     def write(self, name: str, record: Record) -> None:
-        """Rank 0 adds a choice to memory_probe.json, and reports it as a decision."""
-        if self.speaks:
-            self.run.write_json(self.run.memory_probe, {**read_measured(self.run), name: record})
-            self.reporter.event("decision", what=name, value=record["value"], reason=record["reason"])
+        """Add an entry to memory_probe.json; on rank 0."""
+        self.run.write_json(self.run.memory_probe, {**read_measured(self.run), name: record})
 
     def settle(self, name: str, measure: Callable[[], Record], *, settings: Any = None) -> Record:
         """The recorded result if it was measured for the same `settings` (the same on every worker), else a new one,
@@ -121,7 +111,9 @@ class Calibration:
         record = measure()
         if settings is not None:
             record = {**record, "settings": settings}
-        self.write(name, record)
+        if self.speaks:
+            self.write(name, record)
+            self.reporter.event("decision", what=name, value=record["value"], reason=record["reason"])
         return record
 
     def show(self, name: str, label: str, value: str, record: Record) -> None:
@@ -132,20 +124,16 @@ class Calibration:
         self.decided.discard(name)
 
 
-def _record(value: Any, reason: str, trials: Any = None) -> Record:
-    return {"value": value, "reason": reason, "trials": {} if trials is None else trials}
+def _record(chosen: Resolved, trials: Any = None) -> Record:
+    return {"value": chosen.value, "reason": chosen.reason, "trials": {} if trials is None else trials}
 
 
-def _of(chosen: Resolved, trials: Any) -> Record:
-    return _record(chosen.value, chosen.reason, trials)
+def _off(reason: str, trials: Any = None) -> Record:
+    return _record(Resolved("off", reason), trials)
 
 
 def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
-    """Prepare the session and apply all choices to it. Collective.
-
-    The order matters: each choice is measured with the ones before it in force. Compilation is measured with the
-    micro-batch that fits without it, since a compiled step usually needs less memory. A run that compiles then measures
-    a step without compilation.
+    """Prepare the session and apply all choices to it, each measured with the ones before it in force. Collective.
 
     Args:
         forced: precision that the failure rules demand.
@@ -157,6 +145,7 @@ def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: Loa
     """
     settle_precision(calibration, forced=forced, loaded=loaded)
     settle_micro_batch(calibration)
+    # with the micro-batch that fits without it, since a compiled step usually needs less memory
     settle_compile(calibration, done=int(loaded.state["loop"]["step"]) if loaded else 0)
     settle_shares(calibration)
     measure_eager_step(calibration)
@@ -194,7 +183,7 @@ def _measured_precision(calibration: Calibration, candidates: Sequence[str]) -> 
     use_fitting_rows(calibration)
     settle_layers(calibration, candidates)
     calibration.begin("precisions")
-    return _of(*measure_precision(calibration.probe, candidates))
+    return _record(*measure_precision(calibration.probe, candidates))
 
 
 def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Resolved, list[dict[str, Any]]]:
@@ -207,11 +196,7 @@ def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Reso
 
 
 def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
-    """Layers that stay in fp32; needs a prepared session.
-
-    Args:
-        precisions: in which the other layers compute or may compute; the first half precision counts.
-    """
+    """Layers that stay in fp32 under the first half precision of `precisions`; needs a prepared session."""
     if not calibration.is_open("fp32_layers"):
         return
     half = next((name for name in precisions if policy_for(name).autocast_dtype is not None), None)
@@ -222,7 +207,7 @@ def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
     def measure() -> Record:
         use_fitting_rows(calibration)  # not earlier: a recorded micro-batch may be of the layers found here
         chosen, changes = measure_layers(calibration.session, half)
-        return _of(chosen, {"layers": [change.to_json() for change in changes]})
+        return _record(chosen, {"layers": [change.to_json() for change in changes]})
 
     record = calibration.settle("fp32_layers", measure, settings=half)
     calibration.use(fp32_layers=tuple(record["value"]))
@@ -235,11 +220,7 @@ def settle_layers(calibration: Calibration, precisions: Sequence[str]) -> None:
 
 def settle_micro_batch(calibration: Calibration) -> None:
     """Rows of a micro-batch, where the plan leaves them to memory, and no failure rule has decided; needs a prepared
-    session.
-
-    Raises:
-        NothingFits: not even one row.
-    """
+    session. Raises NothingFits: not even one row."""
     if calibration.session.settings.micro_batch is None:
         record = _fitting_rows(calibration)
         calibration.use(micro_batch=record["value"])
@@ -249,11 +230,7 @@ def settle_micro_batch(calibration: Calibration) -> None:
 
 def use_fitting_rows(calibration: Calibration) -> None:
     """Before a measurement that precedes the choice of the micro-batch: until then the loader has the largest size,
-    which may need more memory than there is. Measures in the session's present precision.
-
-    Raises:
-        NothingFits: not even one row.
-    """
+    which may need more memory than there is. Measures in the session's present precision; raises NothingFits."""
     if calibration.session.settings.micro_batch is None:
         calibration.session.loader.micro_batch = _fitting_rows(calibration)["value"]
 
@@ -267,12 +244,12 @@ def _fitting_rows(calibration: Calibration) -> Record:
     }  # fmt: skip
 
     def measure() -> Record:
-        of_no_weight = (
-            session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
-        )
-        if of_no_weight and parameters_of(session.trainable.module) < TINY_PARAMETERS:
+        unlimited = session.device.type == "cpu" and job.cluster.memory_limit is None
+        small = job.plan.model_facts is None and parameters_of(session.trainable.module) < TINY_PARAMETERS
+        if unlimited and small:
             reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
-            return {**_record(possible_sizes(session)[-1], reason), "peak_bytes": None, "budget_bytes": None}
+            whole = _record(Resolved(possible_sizes(session)[-1], reason))
+            return {**whole, "peak_bytes": None, "budget_bytes": None}
         calibration.begin("memory")
         return measure_micro_batch(calibration.probe, settings)[1]
 
@@ -283,11 +260,8 @@ def _fitting_rows(calibration: Calibration) -> Record:
 
 
 def settle_compile(calibration: Calibration, *, done: int = 0) -> None:
-    """Whether the model is compiled; needs a prepared session with its micro-batch.
-
-    Args:
-        done: steps of the checkpoint to resume from.
-    """
+    """Whether the model is compiled; needs a prepared session with its micro-batch. `done`: steps of the checkpoint to
+    resume from."""
     if not calibration.is_open("compile"):
         return
     session = calibration.session
@@ -302,23 +276,23 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     """Time eager passes; where the rest of the run may pay for a compilation, compile, and time both in turn."""
     session = calibration.session
     if steps < FEW_STEPS:
-        return _record("off", too_few(steps))
+        return _off(too_few(steps))
     (eager,), share = calibration.probe.passes_in_turn([lambda: None], rounds=EAGER_ROUNDS)
     if eager.error:
-        return _record("off", f"a pass failed: {eager.error}")
+        return _off(f"a pass failed: {eager.error}")
     step_s = share * min(eager.round_s)  # other work on the machine makes a short run look long
     if steps * step_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
         left = f"{counted(steps, 'step')} of {seconds_text(step_s)}"
         why = f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s"
-        return _record("off", why)
+        return _off(why)
     calibration.begin("compilation")
     try:
         calibration.use(compiled=True)
     except InputError as error:
-        return _record("off", str(error))
+        return _off(str(error))
     parts = session.switches.compiled
     if parts is None:
-        return _record("off", "a worker's machine cannot compile, as its event says")
+        return _off("a worker's machine cannot compile, as its event says")
     ways = [partial(setattr, parts, "on", way) for way in (False, True)]
     (eager, compiled), share = calibration.probe.passes_in_turn(ways, rounds=COMPILE_ROUNDS)
     parts.on = True
@@ -329,13 +303,13 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     if not failed and compiled.weight_unknown > eager.weight_unknown:
         failed = "they hide what the loss is a mean over"
     if failed:
-        return _record("off", f"compiled passes cannot be used: {failed} ({text})", trials)
+        return _off(f"compiled passes cannot be used: {failed} ({text})", trials)
     faster, how = faster_beyond_noise(compiled.round_s, eager.round_s, than="eager ones")
     reason = f"compiled passes measured {how} ({text})"
     if faster:  # what the compilation took is spent either way
         saved = seconds_text(steps * share * (eager.median_s - compiled.median_s))
         reason += f", {saved} less for {seconds_text(status['seconds'])} of compilation"
-    return _record("default" if faster else "off", reason, trials)
+    return _record(Resolved("default" if faster else "off", reason), trials)
 
 
 def measure_eager_step(calibration: Calibration) -> None:
@@ -357,8 +331,7 @@ def measure_eager_step(calibration: Calibration) -> None:
     if found.outcome == "ok" and calibration.speaks:
         rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world_size)
         record = {"seconds": found.step_s(rows), "micro_batch": micro, "passes": len(found.pass_s)}
-        run = calibration.run
-        run.write_json(run.memory_probe, {**read_measured(run), EAGER_STEP: record})
+        calibration.write(EAGER_STEP, record)
         calibration.reporter.event(EAGER_STEP, **record)
 
 
@@ -376,7 +349,7 @@ def settle_shares(calibration: Calibration) -> None:
 
     def measure() -> Record:
         chosen, pass_s = measure_shares(session)
-        return _of(chosen, {"pass_s": pass_s})
+        return _record(chosen, {"pass_s": pass_s})
 
     record = calibration.settle("shares", measure, settings=settings)
     calibration.use(shares=shares_of(record["value"]))
@@ -384,11 +357,8 @@ def settle_shares(calibration: Calibration) -> None:
 
 
 def choose_shares(pass_s: Sequence[float], *, total: int, micro_batch: int) -> Resolved:
-    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank.
-
-    Returns:
-        `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE_SHARES`.
-    """
+    """The shares of a global batch of `total` rows for workers with these seconds for a pass, by rank. Returns
+    `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE_SHARES`."""
     seconds = tuple(pass_s)
     chosen = Shares(micro_batch, (micro_batch,) * len(seconds), seconds)
     gain = gain_over_equal(chosen, total=total, plain_s=seconds)

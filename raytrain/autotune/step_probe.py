@@ -126,12 +126,8 @@ class PassTimes:
 
 
 class RowChoice:
-    """Which rows a worker measures with: those that training would use next, and with them the longest ones.
-
-    Args:
-        cursor: position in the data of the first row; it is not moved.
-        eval_split: placed, or None where nothing is evaluated.
-    """
+    """Which rows a worker measures with: those that training would use next, and with them the longest ones. `cursor`:
+    position in the data of the first row; it is not moved. `eval_split`: placed, or None where nothing is evaluated."""
 
     def __init__(self, loader: BatchLoader, *, cursor: Cursor, workers: Workers, eval_split: Split | None) -> None:
         self._loader, self._cursor, self._workers = loader, cursor, workers
@@ -210,11 +206,8 @@ class StepProbe:
         self._optimizer_s: float | None = None
 
     def run_proposal(self, proposal: Proposal, *, budget: int | None) -> Measured:
-        """Measure what a search proposes; changes nothing that it measures. Collective.
-
-        Args:
-            budget: bytes above which a peak counts as out of memory; None: no limit.
-        """
+        """Measure what a search proposes; changes nothing that it measures. Collective. `budget`: bytes above which a
+        peak counts as out of memory; None: no limit."""
         one, passes, alone = proposal.candidate, 0 if proposal.against else proposal.passes, None
         if passes or proposal.with_memory:
             with_memory = proposal.with_memory
@@ -304,11 +297,7 @@ class StepProbe:
         self, befores: Sequence[Callable[[], object]], *, rounds: tuple[int, int]
     ) -> tuple[list[PassTimes], float]:
         """Time the first micro-batch of each worker after each of `befores` in turn, until one fails. Changes nothing
-        that it measures. Collective.
-
-        Returns:
-            The times; how many times as much a step does.
-        """
+        that it measures. Collective. Returns the times; how many times as much a step does."""
         loader, step = self.loader, self.step
         indices, before = loader.global_batch(self.session.state.cursor).indices, step.weight_unknown
         rows = indices[: loader.batches.micro_batch * self.workers.world_size]

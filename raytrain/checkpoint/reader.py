@@ -292,7 +292,6 @@ def _pieces(path: str) -> Iterator[bytes]:
 
 
 # ---------------------------------------------------------------- weights
-# The complete weights of a checkpoint, whichever processes wrote them: shards and separately stored parts are joined.
 
 
 MODEL = "model"

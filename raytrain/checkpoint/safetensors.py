@@ -18,10 +18,6 @@ from torch import Tensor
 from cluster.telemetry.processes import WORK
 from raytrain.errors import CheckpointError
 
-# ---------------------------------------------------------------- safetensors
-# Tensors in safetensors files: our own streaming writer, and a reader through the safetensors library.
-
-
 CHUNK_BYTES = 16 * 2**20
 SHARD_BYTES = 2 * 2**30
 
@@ -150,7 +146,6 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 # ---------------------------------------------------------------- sharded
-# Tensors saved as rows by several workers: the rows of each worker, and reading all or some of them.
 
 
 class ShardPosition(NamedTuple):

@@ -37,17 +37,14 @@ class Snapshot:
     """The state after `step` steps, independent of the running training.
 
     Attributes:
-        tensors: part -> name -> tensor, each distinct one once.
-        state: the caller's JSON state, in skeleton form.
-        skeletons: part -> the nesting of its tensors.
         tied: part -> other name of a tensor -> the name it is saved under.
         split: part -> names of the tensors of which this process holds only some rows.
     """
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]
-    state: Any
-    skeletons: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Tensor]]  # part -> name -> tensor, each distinct one once
+    state: Any  # the caller's JSON state, in skeleton form
+    skeletons: dict[str, Any] = field(default_factory=dict)  # part -> the nesting of its tensors
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
     split: dict[str, list[str]] = field(default_factory=dict)
 

@@ -27,8 +27,6 @@ from raytrain.runs.records import plain
 from raytrain.runs.storage import Store, open_store
 from raytrain.trainable import RemoteCheckpoint
 
-# ---------------------------------------------------------------- files
-
 
 def write_checkpoint(
     store: Store,
@@ -94,7 +92,6 @@ def _write_json(store: Store, name: str, value: Any, fence: Callable[[], None]) 
 
 
 # ---------------------------------------------------------------- retention
-# Deletes checkpoints: which ones are kept, and which are discarded before an attempt.
 
 
 def discard(path: str) -> None:

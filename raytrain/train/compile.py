@@ -37,9 +37,6 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import PrecisionPolicy
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- compile parts
-
-
 KEY = "loop.compile_parts"
 
 
@@ -131,31 +128,23 @@ class PartStatus:
     """Compilation status of one part of the model.
 
     Attributes:
-        name: dotted name of the part ("" is the full model).
-        kind: class of the part.
-        entered: calls of the part.
-        calls: calls of its compiled graphs.
-        graphs: graphs compiled while the part was called; equal parts share those of the first.
         graph_breaks, recompiles: likewise; a batch of one row, evaluation and another precision recompile once each.
-        seconds: time spent in the compiler.
-        reason: why some or all of it runs eager; "" if nothing failed.
-        frames: frames compiled by all parts; shared by all parts.
         variants: how often each frame was compiled while the part was called.
         breaks_at: graph breaks and their number; shared by the parts of one class, which share compiled code.
     """
 
-    name: str
-    kind: str
-    frames: set[str] = field(default_factory=set)
+    name: str  # dotted name of the part ("" is the full model)
+    kind: str  # class of the part
+    frames: set[str] = field(default_factory=set)  # frames compiled by all parts; shared by all parts
     breaks_at: dict[str, int] = field(default_factory=dict)
     variants: Counter[str] = field(default_factory=Counter)
-    entered: int = 0
-    calls: int = 0
-    graphs: int = 0
+    entered: int = 0  # calls of the part
+    calls: int = 0  # calls of its compiled graphs
+    graphs: int = 0  # graphs compiled while the part was called; equal parts share those of the first
     graph_breaks: int = 0
     recompiles: int = 0
-    seconds: float = 0.0
-    reason: str = ""
+    seconds: float = 0.0  # time spent in the compiler
+    reason: str = ""  # why some or all of it runs eager; "" if nothing failed
 
     @property
     def achieved(self) -> str:
@@ -220,7 +209,9 @@ class CompiledParts:
         _watch()
         backend = _backend(mode, lower)
         for status, (_, part) in zip(self.parts, parts, strict=True):
-            _keep_eager(part)
+            for inner in part.modules():  # methods that a module excludes from compilation
+                for name in getattr(inner, "never_compiled", ()):
+                    setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
             # inside the recomputation of activations: backward calls the compiled part again
             holder: Any = part.forward if isinstance(part.forward, Recomputed) else part
             self._forwards.append((holder, holder.__dict__.get("forward")))
@@ -248,6 +239,7 @@ class CompiledParts:
         return sum(part.seconds for part in self.parts)
 
     def take_seconds(self) -> float:
+        """Seconds of the compiler since the last call."""
         spent, self._taken = self.seconds - self._taken, self.seconds
         return spent
 
@@ -285,13 +277,6 @@ def forget_graphs() -> None:
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-
-
-def _keep_eager(part: nn.Module) -> None:
-    """Exclude from compilation the methods that modules in the part list in a tuple `never_compiled`."""
-    for inner in part.modules():
-        for name in getattr(inner, "never_compiled", ()):
-            setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
 
 
 class _Compiled:
@@ -404,15 +389,11 @@ def _ended(about: Any) -> None:
     part.variants[frame] += about.callback_trigger.name == "DYNAMO"  # and not a CUDA graph that is recorded
     if part.variants[frame] >= VARIANTS_AT_MOST:
         part.reason = part.reason or f"compiled {VARIANTS_AT_MOST} times, the limit: what differs from them runs eager"
-    if error is not None and error is not _HERE.failing and not _is_break(error):
-        part.reason = part.reason or _named(error)
-
-
-def _is_break(error: BaseException) -> bool:
-    """Whether an error only breaks a graph, to continue in Python; graph breaks are counted separately."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
-    return isinstance(error, RestartAnalysis | SkipFrame | Unsupported)
+    breaks = RestartAnalysis | SkipFrame | Unsupported  # only a break of a graph, counted above
+    if error is not None and error is not _HERE.failing and not isinstance(error, breaks):
+        part.reason = part.reason or _named(error)
 
 
 def _breaks() -> dict[str, int]:
@@ -422,22 +403,14 @@ def _breaks() -> dict[str, int]:
 
 
 # ---------------------------------------------------------------- switches
-# Applies the options that save time or memory in a worker's steps; once, when a session is built.
 
 
 MEGABYTE = 2**20
 
 
 class Switches:
-    """Compilation, activation checkpointing, cuDNN's kernel search and the budget of mask caches.
-
-    Args:
-        job: its `loop` section and plan set the options.
-        trainable: changed in place.
-        source: whose batches the model gets.
-        workers: either all of them compile, or none.
-        compiled: whether to compile; see `StepSettings`.
-    """
+    """Compilation (on all workers or on none), activation checkpointing, cuDNN's kernel search and the budget of mask
+    caches; changes the trainable in place."""
 
     def __init__(
         self, job: TrainJob, trainable: Trainable, source: Source, *, device: torch.device, workers: Workers,

@@ -23,11 +23,8 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def need_data(module: nn.Module) -> None:
-    """Check that every parameter and buffer has values, before a module moves to its device.
-
-    Raises:
-        DevicePlacementError: tensors were left on the meta device; the message names the first five.
-    """
+    """Check that every parameter and buffer has values, before a module moves to its device. Raises
+    DevicePlacementError: tensors were left on the meta device; the message names the first five."""
     named = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:
@@ -93,7 +90,6 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------- process settings
-# The settings of torch that a worker applies to its process, for processes that compute a part of its passes.
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,6 @@ class ProcessSettings:
 
 
 # ---------------------------------------------------------------- cudnn
-# cuDNN's (on ROCm MIOpen's) search for the fastest kernel of each shape; turned off if shapes vary a lot.
 
 
 #: Each new shape costs a search of a few hundred milliseconds; with more shapes than this they are not constant.

@@ -40,9 +40,6 @@ from raytrain.plan.shares import Shares, shares_of
 from raytrain.train.state import LoopLimits
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- job
-# The job that the driver sends to the workers: configuration sections, plan and run folder; the settings of a step.
-
 
 @dataclass(frozen=True)
 class TrainJob:
@@ -70,11 +67,7 @@ class TrainJob:
     log_memory: bool = False  # print the memory in use with each train row
 
     def planned(self, name: str) -> Any:
-        """The value of a resolved choice.
-
-        Raises:
-            TypeError: the choice is deferred to a measurement.
-        """
+        """The value of a resolved choice. Raises TypeError: the choice is deferred to a measurement."""
         choice = getattr(self.plan, name)
         if not isinstance(choice, Resolved):
             raise TypeError(f"{name} is deferred: {choice.reason}")
@@ -128,7 +121,6 @@ def limits_of(job: TrainJob) -> LoopLimits:
         max_steps=int(job.planned("max_steps")),
         log_every=job.loop.log_every,
         eval_every=int(every) if every else None,
-        eval_batches=job.loop.eval_batches,
         patience=job.loop.patience,
         min_delta=job.loop.min_delta,
         nonfinite_steps=job.retry.nonfinite_steps,
@@ -137,7 +129,6 @@ def limits_of(job: TrainJob) -> LoopLimits:
 
 
 # ---------------------------------------------------------------- build
-# Builds the model that a job names, and loads a checkpoint into it.
 
 
 def source_facts(source: Source) -> dict[str, Any]:
@@ -249,24 +240,17 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def restore_remote(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
-    """Restore the state held by remote processes, such as expert hosts.
-
-    Raises:
-        CheckpointError: only one of the checkpoint and the run has remote state.
-    """
+    """Restore the state held by remote processes, such as expert hosts. Raises CheckpointError: only one of the
+    checkpoint and the run has remote state."""
     own = {STATE}.union(*loaded.manifest["parts"].values())
     others = sorted(set(loaded.manifest["files"]) - own)
     trainable.remote.restore(loaded.path, step=loaded.step, files=others)
 
 
 def load_module(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load weights into a module.
-
-    Raises:
-        CheckpointError: names or shapes differ; the message lists the first five.
-    """
+    """Load weights into a module. Raises CheckpointError: names or shapes differ; the message lists the first five."""
     own = module.state_dict()
-    refuse_other_model(own, state, shapes=lambda one: {one.shape})
+    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape}))
     module.load_state_dict(of_this_version(own, state))
 
 
@@ -277,20 +261,21 @@ def of_this_version(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
     return found
 
 
-def refuse_other_model(
+def differences(
     own: Mapping[str, Any], state: Mapping[str, Any], *, shapes: Callable[[torch.Tensor], set[torch.Size]]
-) -> None:
-    """Raise CheckpointError with the first five differences between a saved `state` and a module's `own`, if any.
-
-    Args:
-        shapes: returns the allowed shapes of the saved tensor for a tensor of `own`.
-    """
+) -> list[str]:
+    """Differences between a saved `state` and a module's `own` state, one line each; `shapes` returns allowed shapes
+    of the saved tensor for a tensor of `own`."""
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
-    wrong += [
+    return wrong + [
         f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
         if name in state and not is_extra(name, own[name]) and state[name].shape not in shapes(own[name])
     ]
+
+
+def refuse_other_model(wrong: list[str]) -> None:
+    """Raise CheckpointError with the first five differences, if there are any."""
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {abbreviated(wrong, 5, separator='; ')}")

@@ -92,11 +92,8 @@ class BatchLoader:
         cls, job: TrainJob, settings: StepSettings, source: Source, *, workers: Workers, device: torch.device,
         weight: Callable[[Batch], int] | None, dtype: torch.dtype, whole: bool = False,
     ) -> BatchLoader:  # fmt: skip
-        """Open the loader of a plan over a prepared source (`raytrain.data.prepare`). The caller closes it.
-
-        Args:
-            whole: as above; also where the job forbids to split global batches.
-        """
+        """Open the loader of a plan over a prepared source (`raytrain.data.prepare`). The caller closes it. `whole`: as
+        above; also where the job forbids to split global batches."""
         data = data_plan(job)
         batches = StepBatches(
             source.train,

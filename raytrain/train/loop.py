@@ -30,9 +30,6 @@ from raytrain.train.state import Clock, Fetching, LoopLimits, LoopOutcome, LoopS
 from raytrain.train.step import StepOutput, TrainingStep
 from raytrain.trainable import IntervalRow, MicroBatch
 
-# ---------------------------------------------------------------- row
-
-
 #: Step times that a row's quantiles are taken from; without rows for long, the times before are only summed.
 RECENT_STEPS = 1000
 
@@ -44,7 +41,6 @@ class LogInterval:
     Attributes:
         steps: their number. recent_s: seconds of each of the last `RECENT_STEPS`.
         step_s: seconds of all steps. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
-        waited_s: of these, waiting for other processes.
         samples, tokens: trained on, by all workers.
         since: when the interval began; moved on by what is not training.
     """
@@ -54,7 +50,7 @@ class LogInterval:
     step_s: float = 0.0
     data_s: float = 0.0
     data_cpu_s: float = 0.0
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # of these, waiting for other processes
     samples: float = 0.0
     tokens: float = 0.0
     since: float = field(default_factory=lambda: time.perf_counter())
@@ -72,19 +68,12 @@ class LogInterval:
 
 @dataclass(frozen=True)
 class LoggedRow:
-    """What a log interval leaves behind.
+    """What a log interval leaves behind."""
 
-    Attributes:
-        record: the row of metrics.jsonl.
-        longest_failed: the longest run of failed steps since the last row.
-        failed: whether the last step was skipped for a value that is not finite.
-        model: what the model reports with it (`Trainable.interval_log`).
-    """
-
-    record: StepRecord
-    longest_failed: int
-    failed: bool
-    model: IntervalRow | None
+    record: StepRecord  # the row of metrics.jsonl
+    longest_failed: int  # the longest run of failed steps since the last row
+    failed: bool  # whether the last step was skipped for a value that is not finite
+    model: IntervalRow | None  # what the model reports with it (`Trainable.interval_log`)
 
 
 def read_row(
@@ -187,32 +176,22 @@ class TrainingLoop:
     """One attempt's loop on one worker.
 
     Args:
-        step: the optimizer step.
-        loader: the rows of each global batch, as this worker's micro-batches.
-        evaluate: `() -> EvalRecord-like mapping` over the eval split, collective; None without an eval split.
-        limits: when to stop, log and evaluate.
-        reporter, saver: rank 0's write; those of the other workers do nothing.
+        evaluate: `(step) -> EvalRecord-like mapping` over the eval split, collective; None without an eval split.
         should_stop: rank 0's stop flag (a signal arrived), read once a step; with several workers before the step.
-        peak_memory: `() -> bytes` for the logged rows.
-        memory: further figures of this worker's memory for the logged rows.
-        full_rate: samples per second of this worker's device at its peak, for their MFU; 0 where unknown.
-        clock: the attempt's, where several loops make up one attempt.
-        sizing: the micro-batch size, across out-of-memory errors.
-        switches: what the session has switched on.
     """
 
     step: TrainingStep
     loader: BatchLoader
     evaluate: Callable[[int], dict[str, Any]] | None
     limits: LoopLimits
-    reporter: Reporter
+    reporter: Reporter  # rank 0's write; those of the other workers, and their savers, do nothing
     saver: Saver
     should_stop: Callable[[], bool]
-    peak_memory: Callable[[], int]
-    memory: Callable[[], dict[str, int]] = dict
-    full_rate: Callable[[], float] = float
-    clock: Clock = field(default_factory=Clock)
-    sizing: MicroBatchSize
+    peak_memory: Callable[[], int]  # bytes, for the logged rows
+    memory: Callable[[], dict[str, int]] = dict  # further figures of this worker's memory for them
+    full_rate: Callable[[], float] = float  # samples/s of this worker's device at its peak, for their MFU; 0: unknown
+    clock: Clock = field(default_factory=Clock)  # the attempt's, which several loops may make up
+    sizing: MicroBatchSize  # across out-of-memory errors
     switches: Switches
 
     def __post_init__(self) -> None:
@@ -251,7 +230,9 @@ class TrainingLoop:
             every = self.limits.eval_every
             if self.evaluate is not None and (last or (every and state.step % every == 0)):
                 self._evaluate(state)
-            stop, save = self._stop_or_save(state.step, output)
+            # several workers have summed rank 0's with the gradients: another collective in each step costs two
+            # workers 2 % of it, measured
+            stop, save = map(bool, output.flags or self._requests(state.step))
             plateau = self.limits.patience is not None and state.evals_without_gain >= self.limits.patience
             ends, best = last or stop or plateau, state.best_step == state.step
             if ends or save or best:
@@ -294,8 +275,7 @@ class TrainingLoop:
         self.clock.add("communication", output.communication_s)
         self.clock.add("compute", seconds - fetching.seconds - output.communication_s)
         tokens = len(indices) * self.loader.tokens_per_row
-        waited_s = output.communication_s
-        self._interval.add(seconds, fetching, waited_s=waited_s, samples=len(indices), tokens=tokens)
+        self._interval.add(seconds, fetching, waited_s=output.communication_s, samples=len(indices), tokens=tokens)
         return output
 
     def _sleep(self, step: int) -> None:
@@ -355,12 +335,6 @@ class TrainingLoop:
         first = self.step.workers.rank == 0
         return [int(first and self.should_stop()), int(first and self.saver.due(step))]
 
-    def _stop_or_save(self, step: int, output: StepOutput) -> tuple[bool, bool]:
-        """Rank 0's requests on every worker: (stop, save). Several workers summed them with the gradients: another
-        collective in each step costs two workers 2 % of it, measured."""
-        stop, save = output.flags or self._requests(step)
-        return bool(stop), bool(save)
-
     def _save(self, state: LoopState, *, final: bool, only_best: bool) -> None:
         begin, self.activity = time.perf_counter(), SAVING
         self._report_sent(self._buffers.synchronize(), step=state.step)
@@ -387,24 +361,22 @@ class TrainingLoop:
 
     # -- logging ----------------------------------------------------------------------------------
 
-    def _ends_epoch(self, state: LoopState) -> bool:
-        """Whether the step that was just done is the last one of its epoch."""
-        return state.cursor.epoch > self._epoch
-
     def _row_due(self, state: LoopState) -> bool:
         """Whether a row is due: at the first step, by `log_every`, or since too many steps have failed."""
-        every = self.limits.log_every
-        due = self._ends_epoch(state) if every == "epoch" else bool(every) and state.step % every == 0
-        if state.step == 1 or due:
-            return True
-        return self._nonfinite.longest_before() >= self.limits.nonfinite_steps
+        every, ends_epoch = self.limits.log_every, state.cursor.epoch > self._epoch
+        due = ends_epoch if every == "epoch" else bool(every) and state.step % every == 0
+        return state.step == 1 or due or self._nonfinite.longest_before() >= self.limits.nonfinite_steps
 
     def _log(self, state: LoopState, output: StepOutput) -> int:
         """Write a row; returns the longest run of failed steps since the last one."""
+        extra = {**self.switches.metrics(), **self.memory()}
+        if state.cursor.epoch > self._epoch:
+            extra["ends_epoch"] = True
+        if self.limits.clear_every:
+            extra["memory_clears"] = self._clears
         row = read_row(
             self.step, output, self._interval, self._nonfinite, number=state.step, epoch=self._epoch,
-            skipped_before=self._skipped_before, peak_memory=self.peak_memory, full_rate=self.full_rate,
-            extra={**self.switches.metrics(), **self.memory(), **self._counts(state)},
+            skipped_before=self._skipped_before, peak_memory=self.peak_memory, full_rate=self.full_rate, extra=extra,
         )  # fmt: skip
         state.final_loss = row.record.loss
         self.reporter.metrics(row.record.to_row())
@@ -424,10 +396,6 @@ class TrainingLoop:
         self._interval = LogInterval()
         self._nonfinite.reset_longest()
         return row.longest_failed
-
-    def _counts(self, state: LoopState) -> dict[str, Any]:
-        found: dict[str, Any] = {"ends_epoch": True} if self._ends_epoch(state) else {}
-        return found | ({"memory_clears": self._clears} if self.limits.clear_every else {})
 
     # -- evaluation -------------------------------------------------------------------------------
 

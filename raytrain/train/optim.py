@@ -18,10 +18,6 @@ from raytrain.errors import InputError
 from raytrain.models.blocks import blocks_of
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- eager
-# torch's optimizers without the import of torch's compiler.
-
-
 _sgd_step = inspect.unwrap(torch.optim.SGD.step)
 
 
@@ -62,7 +58,6 @@ class SGD(Eager, torch.optim.SGD):
 
 
 # ---------------------------------------------------------------- muon
-# The Muon optimizer: momentum with orthogonalised updates, for the matrices inside a network's blocks.
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -259,7 +254,9 @@ def build_optimizers(
     groups = parameter_groups(rest, weight_decay=optim.weight_decay, vectors=vectors)
     if not groups:
         return found
-    fused = optim.fused is not False and fused_available(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    able = all(one.device.type in ("cpu", "cuda") and one.is_floating_point() for one in trained)
+    fused = optim.fused is not False and bool(trained) and able
     if optim.name == "sgd":
         sharded = any(hasattr(parameter, "to_local") for _, parameter in rest)
         return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused and not sharded)]
@@ -267,11 +264,8 @@ def build_optimizers(
 
 
 def muons_blocks(trainable: Trainable, optim: OptimConfig) -> list[nn.Module]:
-    """The `blocks` argument of `build_optimizers` for a trainable; empty unless the optimizer is Muon.
-
-    Raises:
-        InputError: `muon` for a model without repeated blocks.
-    """
+    """The `blocks` argument of `build_optimizers` for a trainable; empty unless the optimizer is Muon. Raises
+    InputError: `muon` for a model without repeated blocks."""
     return [block for _, block in blocks_of(trainable, key="optim.name")] if optim.name == "muon" else []
 
 
@@ -313,12 +307,6 @@ def _stacked(module: nn.Module, kind: str) -> set[int]:
         for name in names
     ]
     return {id(parameter) for parameter in found if parameter is not None}
-
-
-def fused_available(module: nn.Module) -> bool:
-    """Whether torch has fused optimizer kernels for all trainable parameters: floating, on a CPU or a CUDA device."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return bool(parameters) and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
 
 def takes_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:

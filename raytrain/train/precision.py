@@ -18,9 +18,6 @@ from raytrain.data.rows.residency import rebuild
 from raytrain.errors import InputError
 from raytrain.models.blocks import called_modules
 
-# ---------------------------------------------------------------- policy
-
-
 #: The fallback of each precision when it fails, with more mantissa or range.
 HIGHER_PRECISION = {"fp16": "bf16", "bf16": "fp32", "tf32": "fp32"}
 
@@ -120,7 +117,6 @@ class LossScale:
 
 
 # ---------------------------------------------------------------- layers
-# Layers that compute in a different format than the model: in fp32 under autocast, or alone in half precision.
 
 
 KEY = "precision.fp32_layers"
@@ -135,11 +131,8 @@ class LayerPrecision:
         self._kept: dict[nn.Module, Any] = {}
 
     def keep(self, names: Sequence[str]) -> None:
-        """Make exactly these layers compute in fp32 when autocast is on.
-
-        Raises:
-            InputError: the model has no layer of that name.
-        """
+        """Make exactly these layers compute in fp32 when autocast is on. Raises InputError: the model has no layer of
+        that name."""
         _put_back(self._kept)
         self._kept = {}
         for part in parts_named(self._module, names):
@@ -159,11 +152,8 @@ class LayerPrecision:
 
 
 def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The submodules with these names; a list of modules, which is never called itself, stands for its elements.
-
-    Raises:
-        InputError: the model has no module of that name; the message suggests the nearest names.
-    """
+    """The submodules with these names; a list of modules, which is never called itself, stands for its elements. Raises
+    InputError: the model has no module of that name; the message suggests the nearest names."""
     known = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     found: dict[nn.Module, None] = {}
     for name in names:
@@ -175,12 +165,8 @@ def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def layers_of(module: nn.Module, *, blocks: str | None, most: int) -> list[str]:
-    """Names of the layers that own parameters, in model order, without layers nested in another of them.
-
-    Args:
-        blocks: name of the list of repeated blocks.
-        most: with more layers than this, each block counts as one layer.
-    """
+    """Names of the layers that own parameters, in model order, without layers nested in another of them. `blocks`: name
+    of the list of repeated blocks. `most`: with more layers than this, each block counts as one layer."""
     named = [(name, next(part.parameters(recurse=False), None)) for name, part in module.named_modules() if name]
     own = [name for name, parameter in named if parameter is not None]
     if len(own) > most and blocks is not None:

@@ -40,8 +40,6 @@ class Session:
     """Everything one worker holds during one attempt.
 
     Args:
-        job: the configuration sections and the plan.
-        workers: the worker group (world size 1 in a plain process).
         local_rank: rank on this node, which selects the device index.
         source: opened data, if the caller already has it.
         initial: load `model.init_from`; False if a checkpoint will be restored.
@@ -90,7 +88,12 @@ class Session:
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         need_data(module)
-        self.strategy = self._open_strategy()
+        strategy: type[Replicated] = Replicated
+        if job.planned("strategy") == "fsdp":
+            from raytrain.train.parallel.fsdp import Sharded  # takes a second to import
+
+            strategy = Sharded
+        self.strategy = strategy(self.trainable, workers=self.workers, device=self.device)
         wanted = job.plan.value("sync_batchnorm", False)
         synced = synchronize(module, self.workers) if wanted else refuse_torchs_own(module, self.workers)
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
@@ -132,13 +135,6 @@ class Session:
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's seed, so a single worker draws what a plain loop would
             seed_everything(job.seed + self.workers.rank)
-
-    def _open_strategy(self) -> Replicated:
-        if self.job.planned("strategy") != "fsdp":
-            return Replicated(self.trainable, workers=self.workers, device=self.device)
-        from raytrain.train.parallel.fsdp import Sharded  # takes a second to import
-
-        return Sharded(self.trainable, workers=self.workers, device=self.device)
 
     def _for_step(self, synced: Members | None) -> ForStep:
         """Arguments of the step that depend on the strategy, and on whether passes contain collectives: of batch norms

@@ -16,18 +16,12 @@ from torch import Tensor
 from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.data.rows.batches import Cursor
 
-# ---------------------------------------------------------------- clock
-
-
 Item = TypeVar("Item")
 
 
 class Clock:
-    """Seconds by purpose, on this worker, since its attempt began (`time` in result.json).
-
-    Args:
-        step: the step that the attempt begins at.
-    """
+    """Seconds by purpose, on this worker, since its attempt began (`time` in result.json). `step`: the step that the
+    attempt begins at."""
 
     def __init__(self, step: int = 0) -> None:
         purposes = ("data", "compute", "communication", "compile", "eval", "save", "sleep", "restart", "lost")
@@ -91,7 +85,6 @@ class LoopLimits:
     max_steps: int
     log_every: int | Literal["epoch"]
     eval_every: int | None
-    eval_batches: int | None
     patience: int | None
     min_delta: float
     nonfinite_steps: int

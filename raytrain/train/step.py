@@ -31,9 +31,6 @@ from raytrain.train.parallel.reduction import Passed, Reduction
 from raytrain.train.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
 
-# ---------------------------------------------------------------- step
-
-
 MetricSums = dict[str, tuple[Tensor, float]]
 
 
@@ -43,32 +40,24 @@ class StepOutput:
 
     Attributes:
         loss: this worker's share of the global mean loss, without auxiliary losses; the sum over workers is the mean.
-        aux_loss: likewise for the auxiliary losses.
-        norm: global gradient norm before clipping.
-        skip: True where the step was dropped for a non-finite gradient.
-        lr: the learning rate used (a host number).
         compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
-        flags: the sums of the workers' flags (host numbers).
         metrics: `LossOutput.metrics` of this worker's micro-batches: name -> (weighted sum, its weight on the host).
     """
 
     loss: Tensor
-    aux_loss: Tensor
-    norm: Tensor
-    skip: Tensor
-    lr: float
+    aux_loss: Tensor  # likewise for the auxiliary losses
+    norm: Tensor  # global gradient norm before clipping
+    skip: Tensor  # True where the step was dropped for a non-finite gradient
+    lr: float  # the learning rate used (a host number)
     compute_s: float
     communication_s: float
-    flags: list[int]
+    flags: list[int]  # the sums of the workers' flags (host numbers)
     metrics: MetricSums = field(default_factory=dict)
 
 
 def add_metrics(sums: MetricSums, output: LossOutput, weight: float) -> None:
-    """Add what a loss has told besides itself; nothing is read from the device.
-
-    Raises:
-        InputError: a metric that is not one number.
-    """
+    """Add what a loss has told besides itself; nothing is read from the device. Raises InputError: a metric that is not
+    one number."""
     for name, value in output.metrics.items() if weight else ():  # the mean over nothing is NaN
         own = torch.as_tensor(value).detach()
         if own.numel() != 1:
@@ -82,13 +71,6 @@ def add_metrics(sums: MetricSums, output: LossOutput, weight: float) -> None:
 
 def _total(output: LossOutput) -> Tensor:
     return output.loss if output.aux is None else output.loss + output.aux
-
-
-def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
-    """The agreement of a model without remote parts: only the counts (tokens per expert) are still to be summed."""
-    if local.counts is not None:
-        workers.all_reduce([local.counts])
-    return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
 
 
 class TrainingStep:
@@ -164,14 +146,8 @@ class TrainingStep:
             return self.trainable.loss(self.trainable.module, batch)
 
     def backward(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int = 0) -> Passed:
-        """Accumulate gradients of this worker's micro-batches.
-
-        Args:
-            passes: of the worker that has most; where passes are collective, every worker takes part in as many.
-
-        Raises:
-            RunError: the model has unfrozen a parameter.
-        """
+        """Accumulate gradients of this worker's micro-batches. `passes`: of the worker that has most; where passes are
+        collective, every worker takes part in as many. Raises RunError: the model has unfrozen a parameter."""
         self._passed, self._metrics = Passed(self._zero, self._zero), {}
         self.gradients.zero_()
         totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
@@ -203,7 +179,14 @@ class TrainingStep:
             before = None if self._looked else self.gradients.unused()
             output = self.forward(micro.batch, global_weight=global_weight)
             if before is not None:
-                self._look(before, split=ran > 1 or not micro.last or self.workers.world_size > 1)
+                self._looked = True
+                split = ran > 1 or not micro.last or self.workers.world_size > 1
+                if split and self.gradients.unused() != before:
+                    raise RunError(
+                        "forward calls backward: gradients that it leaves are of a micro-batch of one worker, and would"
+                        " be added up over all of them; add that loss to the one it returns, or set"
+                        " loop.micro_batch_size whole"
+                    )
             alone = micro.last and ran == 1 and self.workers.world_size == 1 and self.weight_unit is not None
             weight = micro.weight if alone else self.weigh(output, micro.weight, labels)
             share = 1.0 if self.trainable.takes_global_count else weight / global_weight
@@ -223,12 +206,8 @@ class TrainingStep:
                 yield self.idle()
 
     def weigh(self, output: LossOutput, counted: int, labels: CountedLabels) -> float:
-        """What a loss is a mean over, in the loader's unit.
-
-        Args:
-            counted: the weight that the loader has counted.
-            labels: of the batch, from before its forward.
-        """
+        """What a loss is a mean over, in the loader's unit. `counted`: the weight that the loader has counted.
+        `labels`: of the batch, from before its forward."""
         if self.trainable.takes_global_count or not (self._reads_weight or output.weight is not None):
             return counted
         told = told_weight(output, labels, read=self._reads_weight)
@@ -249,15 +228,6 @@ class TrainingStep:
             self._agreeing = False
             found = (value for (value,) in self.workers.all_gather_floats([own]) if value)
             self.weight_unit = next(found, None)
-
-    def _look(self, before: list[bool], *, split: bool) -> None:
-        """In the first pass, raise RunError where forward itself has computed gradients, and the step is split."""
-        self._looked = True
-        if split and self.gradients.unused() != before:
-            raise RunError(
-                "forward calls backward: gradients that it leaves are of a micro-batch of one worker, and would be "
-                "added up over all of them; add that loss to the one it returns, or set loop.micro_batch_size whole"
-            )
 
     def _add(self, output: LossOutput, weight: float, share: float, *, told: bool) -> None:
         loss, aux, before, ever = self._passed
@@ -321,7 +291,7 @@ class TrainingStep:
             DevicePlacementError: a parameter or buffer is no longer on the device; the message names it.
             RunError: the losses of the whole step are means over nothing; the model has unfrozen a parameter.
         """
-        begin, waited = time.perf_counter(), self._waited()
+        begin, waited = time.perf_counter(), self.workers.wait_s + self.trainable.remote.waited_s()
         self._agreeing = self._reads_weight and not self.collective_passes
         with self.device_guard.guarded():
             work = partial(self._agreeing_backward, micro_batches, global_weight=global_weight, passes=passes)
@@ -332,7 +302,12 @@ class TrainingStep:
         if inverse is not None:
             self.gradients.scale_(inverse)
         if weight is not None:
-            factor = self._correction(weight, global_weight, step=step)
+            if weight <= 0:
+                raise RunError(
+                    f"step {step}: the losses of its micro-batches are means over nothing (every label is ignored, or "
+                    "has a class weight of 0); fix data.source"
+                )
+            factor = global_weight / weight  # from the loader's weight to the one that the losses have told
             self.gradients.scale_(factor)
             loss, aux = loss * factor, aux * factor
             inverse = factor * (torch.ones((), device=self.device) if inverse is None else inverse)
@@ -346,10 +321,14 @@ class TrainingStep:
             lr=self.schedule.at(step),
             inverse_scale=inverse,
         )
-        agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
+        if self.trainable.agree:
+            agreed = self.trainable.agree(local)
+        else:  # without remote parts only the counts (tokens per expert) are still to be summed
+            self.workers.all_reduce([] if counts is None else [counts])
+            agreed = GlobalStep(norm=squares.sqrt(), skip=local.nonfinite, counts=counts)
         self.remote_nonfinite = agreed.nonfinite
         lr = self.commit(agreed, step=step)
-        waited = self._waited() - waited
+        waited = self.workers.wait_s + self.trainable.remote.waited_s() - waited
         return StepOutput(
             loss=loss,
             aux_loss=aux,
@@ -369,19 +348,6 @@ class TrainingStep:
         finally:
             self._agree_unit(0.0)
             self._agreeing = False
-
-    @staticmethod
-    def _correction(weight: float, global_weight: int, *, step: int) -> float:
-        """The factor from the loader's weight to the one that the losses have told."""
-        if weight <= 0:
-            raise RunError(
-                f"step {step}: the losses of its micro-batches are means over nothing (every label is ignored, or has "
-                "a class weight of 0); fix data.source"
-            )
-        return global_weight / weight
-
-    def _waited(self) -> float:
-        return self.workers.wait_s + self.trainable.remote.waited_s()
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
         """Clip by the agreed norm, step the optimizers unless skipped, call the trainable's hooks. Returns the lr."""
@@ -417,7 +383,6 @@ class TrainingStep:
 
 
 # ---------------------------------------------------------------- evaluation
-# Evaluates the eval split on all workers; the training state stays as it was.
 
 
 def evaluate(

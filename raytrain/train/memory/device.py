@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from raytrain.train.parallel.collectives import Workers
 
 
-# ---------------------------------------------------------------- allocator
-# Tunes the C allocator (glibc): keep freed memory for the next step, or return it to the kernel at once.
-
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 2**30
 #: The largest value that glibc accepts for the heaps of threads other than the main one; Ray trains in such a thread.
@@ -56,11 +52,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Make glibc return freed memory to the kernel at once, for runs whose step needs most of the memory.
-
-    Returns:
-        Whether it was set; the environment takes precedence here too.
-    """
+    """Make glibc return freed memory to the kernel at once, for runs whose step needs most of the memory. Returns
+    whether it was set; the environment takes precedence here too."""
     exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
     give_back_free_pages()
     return exact
@@ -217,12 +210,9 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
 def limit_device_memory(
     device: torch.device, *, fraction: float, limit: int | None, processes: int = 1
 ) -> float | None:
-    """Limit the device's allocator to this process's share of `fraction`, and to `limit` bytes.
-
-    Returns:
-        The fraction of the device that was set. None on a CPU, where only `limit` is enforced, on this process: a
-        measured peak above the rest of the budget counts as out of memory.
-    """
+    """Limit the device's allocator to this process's share of `fraction`, and to `limit` bytes. Returns the fraction of
+    the device that was set. None on a CPU, where only `limit` is enforced, on this process: a measured peak above the
+    rest of the budget counts as out of memory."""
     if not on_gpu(device):
         limit_memory(limit)
         return None
@@ -320,7 +310,6 @@ def processes_sharing(device: torch.device, workers: Workers) -> int:
 
 
 # ---------------------------------------------------------------- oom
-# Handles out of memory in the passes of a step: all workers drop the step together, without a trace.
 
 
 Made = TypeVar("Made")
@@ -328,19 +317,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Shortage:
-    """An out-of-memory error in one process.
+    """An out-of-memory error in one process."""
 
-    Attributes:
-        who: "rank 1", or "expert host 0".
-        error: type and first line of the exception.
-        allocated_bytes: bytes allocated by the process when the error was caught; None if unknown.
-        free_bytes: bytes free on the device for any process; None if unknown.
-    """
-
-    who: str
-    error: str
-    allocated_bytes: int | None = None
-    free_bytes: int | None = None
+    who: str  # "rank 1", or "expert host 0"
+    error: str  # type and first line of the exception
+    allocated_bytes: int | None = None  # bytes allocated by the process when the error was caught; None if unknown
+    free_bytes: int | None = None  # bytes free on the device for any process; None if unknown
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -42,7 +42,6 @@ class ShortageRetry:
     """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same.
 
     Args:
-        step, loader: the loop's.
         sizing: the micro-batch size in force, which the loader follows.
         reporter: receives each change as an event.
         forget: frees what is kept for the size before.
@@ -164,7 +163,14 @@ class SavedState:
                 torch._foreach_copy_(self._copies, buffers)  # pyright: ignore[reportPrivateImportUsage]
         else:
             self._copies = [buffer.clone() for buffer in buffers]
-        self._take_parameters()
+        known = None if self._changes is None or not self._changes.learnt else self._changes.changed()
+        if known is None:
+            self._moving = [(one, one.detach().to("cpu", copy=True)) for one in may_change(self._module)]
+        elif len(known) == len(self._moving) and all(map(is_, known, (one for one, _ in self._moving))):
+            for parameter, copy in self._moving:
+                copy.copy_(parameter)
+        else:
+            self._moving = [(one, one.detach().clone()) for one in known]
         self._slots, self._buffers = [(table, leaf) for table, leaf, _ in held], buffers
         self._torch = self._torch_states()
         if self._quiet < QUIET_STEPS:
@@ -174,12 +180,9 @@ class SavedState:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Restore the state after passes that do not count.
-
-        Returns:
-            whether running them again in smaller parts gives the same result up to rounding: not where random numbers
-            were drawn, nor where a batch norm computes its statistics.
-        """
+        """Restore the state after passes that do not count. Returns whether running them again in smaller parts gives
+        the same result up to rounding: not where random numbers were drawn, nor where a batch norm computes its
+        statistics."""
         for (table, leaf), buffer, copy in zip(self._slots, self._buffers, self._copies, strict=True):
             buffer.copy_(copy)
             table[leaf] = buffer
@@ -197,17 +200,6 @@ class SavedState:
                 random.setstate(self._host[1])
             self._quiet = 0
         return quiet and not self._batch_norm
-
-    def _take_parameters(self) -> None:
-        if self._changes is None or not self._changes.learnt:
-            self._moving = [(one, one.detach().to("cpu", copy=True)) for one in may_change(self._module)]
-            return
-        known = self._changes.changed()
-        if len(known) == len(self._moving) and all(map(is_, known, (one for one, _ in self._moving))):
-            for parameter, copy in self._moving:
-                copy.copy_(parameter)
-        else:
-            self._moving = [(one, one.detach().clone()) for one in known]
 
     def _torch_states(self) -> list[Tensor]:
         own = [gpu_module(self._device).get_rng_state(self._device)] if on_gpu(self._device) else []

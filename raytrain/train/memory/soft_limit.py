@@ -23,18 +23,13 @@ NAMED, LISTED = 3, 20
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """The memory of a tensor; of several that share it, of the largest.
-
-    Attributes:
-        bytes: of the memory as a whole.
-        holder: its name in the training; "" if it is none of the training's own.
-    """
+    """The memory of a tensor; of several that share it, of the largest."""
 
     shape: tuple[int, ...]
     dtype: str
     device: str
-    bytes: int
-    holder: str
+    bytes: int  # of the memory as a whole
+    holder: str  # its name in the training; "" if it is none of the training's own
 
     def describe(self) -> str:
         return f"{size(self.bytes)} {self.dtype} {list(self.shape)}{', ' if self.holder else ''}{self.holder}"
@@ -101,15 +96,10 @@ def _names(session: Any) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class SoftLimitWarning:
-    """The warning.
+    """The warning."""
 
-    Attributes:
-        text: one sentence with the figures and what to change.
-        figures: its numbers, and the tensors.
-    """
-
-    text: str
-    figures: dict[str, Any]
+    text: str  # one sentence with the figures and what to change
+    figures: dict[str, Any]  # its numbers, and the tensors
     tensors: Sequence[HeldTensor]
 
 

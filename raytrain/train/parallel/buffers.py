@@ -20,10 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.placing import is_sharded, limited_weights
 
-# ---------------------------------------------------------------- forward changes
-# Parameters that forward itself changes: teachers that follow the weights, and embeddings with `max_norm`.
-
-
 SAMPLED = 16
 """Elements of a parameter that are compared to notice changes which do not advance its version (`.data`)."""
 
@@ -35,12 +31,7 @@ class ForwardChanges:
     """Learns which parameters passes change, and makes `max_norm` the same on all workers.
 
     Args:
-        module: on its device, sharded under `fsdp`.
-
-    Attributes:
-        moved: the parameters that passes were seen to change, by name.
-        learnt: whether a step has shown them; frozen ones are also noticed later.
-    """
+        module: on its device, sharded under `fsdp`."""
 
     def __init__(self, module: nn.Module, workers: Workers) -> None:
         self._workers = workers
@@ -48,8 +39,8 @@ class ForwardChanges:
         self._watched = {name: one for name, one in module.named_parameters() if one not in self._limited}
         self._marks: dict[str, _Mark] = {}
         self._pairs: list[tuple[str, _Mark, _Mark]] = []  # before and after the first passes, not compared yet
-        self.moved: dict[str, nn.Parameter] = {}
-        self.learnt = False
+        self.moved: dict[str, nn.Parameter] = {}  # the parameters that passes were seen to change, by name
+        self.learnt = False  # whether a step has shown them; frozen ones are also noticed later
         # torch itself limits what one worker looks up, except in shards
         self._tables = [
             _Lookups(weight, layers)
@@ -176,8 +167,6 @@ class _Mark:
 
 
 # ---------------------------------------------------------------- buffer sync
-# Keeps equal on all workers what forward changes (batch norm statistics, codebooks, teachers): rank 0's count, as in
-# DDP.
 
 
 class BufferSync:
@@ -191,17 +180,13 @@ class BufferSync:
     collectives.
 
     Args:
-        changes: knows the parameters that forward changes; frozen ones that it leaves alone are not read.
-
-    Attributes:
-        each_step: names of what is sent after every step.
-    """
+        changes: knows the parameters that forward changes; frozen ones that it leaves alone are not read."""
 
     def __init__(self, module: nn.Module, workers: Workers, changes: ForwardChanges) -> None:
         self._module, self._workers, self._changes = module, workers, changes
         self._active = workers.world_size > 1
         self._first = True
-        self.each_step: list[str] = []
+        self.each_step: list[str] = []  # names of what is sent after every step
 
     def after_step(self) -> list[str]:
         """Send what influences training; returns the names that are new among them."""
@@ -222,7 +207,8 @@ class BufferSync:
         held = self._held(self._changes.agreed())
         if not held:
             return []
-        rows = self._workers.all_gather_object([_checksum(tensor) for tensor in held.values()])
+        data = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in held.values())
+        rows = self._workers.all_gather_object([zlib.crc32(one.numpy()) for one in data])
         different = [name for name, sums in zip(held, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
         self._workers.broadcast([held[name] for name in different])
         found = [name for name in different if not self._is_recorded(name) and name not in self.each_step]
@@ -237,8 +223,3 @@ class BufferSync:
         owner, _, leaf = name.rpartition(".")
         part = self._module.get_submodule(owner)
         return isinstance(part, _NormBase) and part.track_running_stats and leaf in part._buffers
-
-
-@torch.no_grad()
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -20,9 +20,6 @@ from torch import Tensor
 
 from raytrain.errors import StateLost, lost_in
 
-# ---------------------------------------------------------------- collectives
-
-
 #: Maximum seconds until every worker learns why a group was abandoned.
 ABORT_REASON_TIMEOUT_S = 3.0
 
@@ -33,12 +30,11 @@ class WorkersGroup:
 
     Attributes:
         payload, flags: the groups for device tensors and for CPU tensors.
-        lost: returns why the groups were abandoned; None while they are in use.
     """
 
     payload: Any
     flags: Any
-    lost: Callable[[], str | None]
+    lost: Callable[[], str | None]  # returns why the groups were abandoned; None while they are in use
 
 
 class Workers:
@@ -182,7 +178,6 @@ class Workers:
 
 
 # ---------------------------------------------------------------- interleave
-# Interleaves two passes: one computes while the messages of the other are in transit.
 
 
 Made = TypeVar("Made")
@@ -206,11 +201,8 @@ class Interleaver:
         self._thread: ThreadPoolExecutor | None = None
 
     def yield_turn(self) -> None:
-        """Let the other pass run until it yields or ends; a no-op if there is none.
-
-        Raises:
-            PassEnded: the other pass has failed.
-        """
+        """Let the other pass run until it yields or ends; a no-op if there is none. Raises PassEnded: the other pass
+        has failed."""
         mine, other = self._turn, 1 - self._turn
         if self._going[other]:
             self._turn = other
@@ -220,14 +212,9 @@ class Interleaver:
             raise PassEnded("the other of two interleaved passes failed")
 
     def run_interleaved(self, first: Callable[[], Any], second: Callable[[], Made]) -> Made:
-        """Run `first` in another thread and `second` in the caller's, alternating; `first` starts.
-
-        Returns:
-            The result of `second`, after both have ended.
-
-        Raises:
-            BaseException: the exception of the pass that failed first; the other pass ends at its next turn.
-        """
+        """Run `first` in another thread and `second` in the caller's, alternating; `first` starts. Returns the result
+        of `second`, after both have ended. Raises BaseException: the exception of the pass that failed first; the other
+        pass ends at its next turn."""
         if self._thread is None:  # get_num_threads makes the new thread adopt torch's thread count
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="interleaved", initializer=torch.get_num_threads)
         self._going, self._turn, self._failed = [True, True], 0, False

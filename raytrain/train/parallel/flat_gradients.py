@@ -14,10 +14,6 @@ from torch import Tensor, nn
 
 from raytrain.errors import RunError
 
-# ---------------------------------------------------------------- squares
-# Sums of squares of gradients, for the clip norm: their rows in float32, and the sum of the rows in float64.
-
-
 #: Longest row; a longer one is divided.
 ROW = 2**12
 #: Elements that a CPU converts to float64 at a time, a multiple of `ROW`. They fit in the cache: converting a large
@@ -169,16 +165,9 @@ class GradientBuffers:
     Args:
         parameters: the trainable parameters (each once), whose elements fill their memory in some order of dimensions.
         bucket_bytes: size at which a buffer is closed, in bytes.
-        with_flags: reserve `FLAGS` elements next to the first buffer, reduced together with it (`flag`).
+        with_flags: reserve `FLAGS` elements next to the first buffer, reduced together with it (`flag`)."""
 
-    Attributes:
-        buffers: the gradients.
-        payloads: the same memory as it is reduced, including the flags.
-        members: the parameters of each buffer, in order.
-        several: whether the step has several passes.
-    """
-
-    several = False
+    several = False  # whether the step has several passes
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_flags: bool = False
@@ -186,9 +175,9 @@ class GradientBuffers:
         self._views: list[tuple[nn.Parameter, Any, Tensor]] = []  # (parameter, gradient, its memory as real rows)
         self._versions: list[int] = []
         self._flags = FLAGS if with_flags else 0
-        self.buffers: list[Tensor] = []
-        self.payloads: list[Tensor] = []
-        self.members: list[list[nn.Parameter]] = []
+        self.buffers: list[Tensor] = []  # the gradients
+        self.payloads: list[Tensor] = []  # the same memory as it is reduced, including the flags
+        self.members: list[list[nn.Parameter]] = []  # the parameters of each buffer, in order
         bucket: list[nn.Parameter] = []
         size = 0
         for parameter in parameters:
@@ -272,11 +261,8 @@ class GradientBuffers:
                 parameter.grad = None
 
     def check(self) -> None:
-        """Check, after backward, that every gradient is still a view of its buffer.
-
-        Raises:
-            RunError: a gradient was replaced during backward, so the reduction would miss it.
-        """
+        """Check, after backward, that every gradient is still a view of its buffer. Raises RunError: a gradient was
+        replaced during backward, so the reduction would miss it."""
         self.take()
         for parameter, grad, _ in self._views:
             if parameter.grad is not grad:

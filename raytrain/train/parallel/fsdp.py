@@ -31,7 +31,7 @@ from raytrain.errors import CheckpointError, OutOfMemory, RaytrainError, RunErro
 from raytrain.models.blocks import blocks_of, outside
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
-from raytrain.train.job import load_module, of_this_version, refuse_other_model
+from raytrain.train.job import differences, load_module, of_this_version, refuse_other_model
 from raytrain.train.memory.device import Shortage, run_or_shortage
 from raytrain.train.module_checks import SHARDS
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
@@ -53,10 +53,6 @@ from raytrain.trainable import RemoteCheckpoint, Trainable
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
-
-
-# ---------------------------------------------------------------- timed collectives
-# The collectives inside the passes of a sharded model, timed on this worker.
 
 
 #: The names since torch 2.13, or the older ones.
@@ -93,15 +89,11 @@ class TimedCollective:
 
 
 # ---------------------------------------------------------------- reduction
-# The reduction of `fsdp`: gradients are summed into shards inside each backward.
 
 
 class ShardGradients(GradientBuffers):
-    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already.
-
-    Args:
-        used: ids of the parameters that got a gradient (`raytrain.train.parallel.fsdp_passes`).
-    """
+    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already. `used`: ids
+    of the parameters that got a gradient (`raytrain.train.parallel.fsdp_passes`)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, used: set[int]) -> None:
         super().__init__(parameters)
@@ -207,7 +199,6 @@ class ShardedReduction(Reduction):
 
 
 # ---------------------------------------------------------------- wrap
-# Shards a module over the workers, block by block, with torch's FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
 
 def shard(
@@ -298,7 +289,6 @@ def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: Blo
 
 
 # ---------------------------------------------------------------- checkpoint
-# Checkpoints of a sharded run: each worker writes its own rows, in parallel with rank 0.
 
 
 class ShardSaver:
@@ -328,21 +318,15 @@ class ShardSaver:
             self._copied()  # allocates the buffers now: the first copy takes far longer than later ones
 
     def begin_save(self, step: int) -> None:
-        """Copy this worker's rows after `step` and write them in the background.
-
-        Raises:
-            RunError: the previous write failed.
-        """
+        """Copy this worker's rows after `step` and write them in the background. Raises RunError: the previous write
+        failed."""
         if not self._first:
             self.wait()
             self._pending = self._thread.submit(self._write, self._copied(), self._run.checkpoint_dir(step))
 
     def finish_save(self, folder: str) -> dict[str, Any]:
-        """Wait for the other workers and return their files, by name and by part. Called by rank 0's writer.
-
-        Raises:
-            RunError: another worker could not write; the message is that worker's.
-        """
+        """Wait for the other workers and return their files, by name and by part. Called by rank 0's writer. Raises
+        RunError: another worker could not write; the message is that worker's."""
         files: dict[str, WrittenFile] = {}
         parts: dict[str, list[str]] = {}
         for result in self._workers.all_gather_object({}):
@@ -387,7 +371,6 @@ class ShardSaver:
 
 
 # ---------------------------------------------------------------- state
-# State saved by any number of workers, as shards.
 
 
 def cut(whole: Tensor, value: Tensor) -> Tensor:
@@ -446,7 +429,7 @@ class Sharded(Replicated):
         """Load complete weights, or this worker's rows of them, without communication."""
         module = self._trainable.module
         own = module.state_dict()
-        refuse_other_model(own, state, shapes=lambda one: {one.shape, local(one).shape})
+        refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
         module.load_state_dict(of_this_version(own, {name: cut(own[name], value) for name, value in state.items()}))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

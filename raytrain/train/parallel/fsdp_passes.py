@@ -39,7 +39,6 @@ class ShardedPasses:
         order: compares the collectives of the workers.
 
     Attributes:
-        order: as above.
         used: ids of the parameters that got a gradient since they were last cleared, on this worker; those that only
             passes without rows reached are not among them.
         first: whether the values of gathered parameters are checked in each pass, rather than their version counters.
@@ -48,7 +47,7 @@ class ShardedPasses:
     def __init__(self, module: nn.Module, order: BlockOrder) -> None:
         self.used: set[int] = set()
         self.first = True
-        self.order = order
+        self.order = order  # as above
         self._in_forward = self._idle = False
         self._versions: dict[int, int] = {}
         # a compiler would compile another variant for a mode that is on in one pass only

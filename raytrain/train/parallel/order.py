@@ -83,11 +83,8 @@ class BlockOrder:
         self._open, self._reference, self._seen = None, None, []
 
     def meet(self, call: int) -> None:
-        """Called before each collective of a pass.
-
-        Raises:
-            RunError: another worker calls something else, or does not answer.
-        """
+        """Called before each collective of a pass. Raises RunError: another worker calls something else, or does not
+        answer."""
         at = len(self._seen)
         self._seen.append(call)
         reference = self._reference

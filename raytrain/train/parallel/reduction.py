@@ -23,10 +23,6 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers, HeldGradients
 from raytrain.trainable import Trainable
 
-# ---------------------------------------------------------------- buckets
-# All-reduces of a step's gradients, bucket by bucket: after the last backward, or overlapped with it.
-
-
 #: Size at which a bucket is closed, in bytes. On a CPU (gloo, loopback), buckets of 1 MiB took up to
 #: three times as long as a single all-reduce, buckets of 4 MiB no longer; the GPU size is that of torch's DDP.
 CPU_BUCKET_BYTES, GPU_BUCKET_BYTES = 4 * 2**20, 25 * 2**20
@@ -97,11 +93,8 @@ class BucketSums:
         self._last = self._open and self.overlaps
 
     def finish(self, *, learn: bool) -> None:
-        """Start the remaining buckets and wait for all. Collective.
-
-        Args:
-            learn: this worker completed its passes, so rank 0 may derive the bucket order from them.
-        """
+        """Start the remaining buckets and wait for all. Collective. `learn`: this worker completed its passes, so rank
+        0 may derive the bucket order from them."""
         for bucket in self._order or range(len(self._missing) - 1, -1, -1):
             if bucket not in self._pending:
                 self._start(bucket)
@@ -117,11 +110,8 @@ class BucketSums:
             )
 
     def add_gradient(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
-        """Record that a parameter received its gradient; called by its hook in every pass.
-
-        Raises:
-            RunError: the second part of a gradient arrived while the first was being sent.
-        """
+        """Record that a parameter received its gradient; called by its hook in every pass. Raises RunError: the second
+        part of a gradient arrived while the first was being sent."""
         if not self._last:
             return
         if (bucket, place) in self._received:
@@ -157,7 +147,6 @@ def _on_gradient(sums: weakref.ref[BucketSums], bucket: int, place: int, paramet
 
 
 # ---------------------------------------------------------------- reduction
-# Sums a step's gradients over the workers.
 
 
 Result = TypeVar("Result")
@@ -168,28 +157,20 @@ class Passed(NamedTuple):
 
     Attributes:
         loss, aux: its shares of the loss and of the auxiliary losses; float64 scalars on the device.
-        weight: of its micro-batches, by what their losses say they are means over.
-        told: whether that differs from what the loader has counted.
     """
 
     loss: Tensor
     aux: Tensor
-    weight: float = 0.0
-    told: bool = False
+    weight: float = 0.0  # of its micro-batches, by what their losses say they are means over
+    told: bool = False  # whether that differs from what the loader has counted
 
 
 class Summed(NamedTuple):
-    """What all workers know after the gradients are summed.
+    """What all workers know after the gradients are summed."""
 
-    Attributes:
-        own: of this worker.
-        flags: the sums of the workers' flags.
-        weight: of the step, where a loss has told another one than the loader; else None.
-    """
-
-    own: Passed
-    flags: list[int]
-    weight: float | None = None
+    own: Passed  # of this worker
+    flags: list[int]  # the sums of the workers' flags
+    weight: float | None = None  # of the step, where a loss has told another one than the loader; else None
 
 
 def agreed_weight(
@@ -215,7 +196,6 @@ class Reduction:
 
     Attributes:
         gradients: where backward accumulates, and what norm, clip and optimizer use after `passed`.
-        sums: runs the all-reduces.
     """
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
@@ -224,7 +204,7 @@ class Reduction:
         several = workers.world_size > 1
         self.gradients = GradientBuffers(own, bucket_bytes=size, with_flags=True) if several else HeldGradients(own)
         self.workers = workers
-        self.sums = BucketSums(self.gradients, workers=workers)
+        self.sums = BucketSums(self.gradients, workers=workers)  # runs the all-reduces
         self._trainable, self._device = trainable, device
 
     def passed(self, passes: Callable[[], Passed], *, flags: Callable[[], list[int]]) -> Summed:
@@ -262,11 +242,8 @@ class Reduction:
         return Summed(result, summed, agreed_weight(workers, self.gradients, result, unused, raised[1:]))
 
     def forward_pass(self, *, idle: bool = False) -> AbstractContextManager[None]:
-        """A context around the forward of each pass; where gradients are off, the pass ends with it.
-
-        Args:
-            idle: the pass has no rows of this worker.
-        """
+        """A context around the forward of each pass; where gradients are off, the pass ends with it. `idle`: the pass
+        has no rows of this worker."""
         return contextlib.nullcontext()
 
     def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
 
 
-# ---------------------------------------------------------------- filler
-# The batch of a pass in which a worker has no rows, where passes are collective.
-
-
 #: Rows among which `Filler` looks for one with a weight.
 FILLER_ROWS = 1000
 
@@ -60,7 +56,6 @@ class Filler:
 
 
 # ---------------------------------------------------------------- strategy
-# How the workers hold a model: `Replicated` on each of them, or sharded (`raytrain.train.parallel.fsdp`).
 
 
 class ForStep(TypedDict, total=False):

@@ -45,11 +45,8 @@ class SyncedForward:
         self._reached = False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """As the layer's forward.
-
-        Raises:
-            InputError: its code computes batch statistics in another way, which cannot be synchronized.
-        """
+        """As the layer's forward. Raises InputError: its code computes batch statistics in another way, which cannot be
+        synchronized."""
         part, idle = self._part, self._members.idle
         if self._members.workers.world_size == 1 or not (part in self._members.training if idle else part.training):
             return self.own(*inputs, **named)

@@ -41,9 +41,9 @@ def test_the_start_of_a_process_its_measurement_and_its_result_are_lines(tmp_pat
             the_sweep=SweepFolder(str(tmp_path)), activity=activity, print_line=pipe.print, spec=wanted
         )
         trials = SpaceTrials(command, private=False)
-        trials.proposed(first)
-        trials.started(first)
-        trials.proposed(second)
+        trials.runs(first, started=False)
+        trials.runs(first, started=True)
+        trials.runs(second, started=False)
         trials.ended(first, {"final": True, "eval_loss": 0.5, "steps": 10}, None)
     assert printed(pipe) == [
         "starting trial 1 (seed 7)",

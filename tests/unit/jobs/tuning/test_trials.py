@@ -55,7 +55,7 @@ def run(made_trials: tuple[BatchTrials, Any], *, deadly: int | None = None) -> l
     """(number, size) of all trials; those of `deadly` rows die."""
     trials, made = made_trials[0], []
     while isinstance(config := trials.propose(), dict):
-        trials.started(config)
+        trials.runs(config, started=True)
         size = config["candidate"]["micro_batch_size"]
         made.append((config["number"], size))
         died = size == deadly
@@ -137,7 +137,7 @@ def test_measurements_that_may_run_at_the_same_time_do(tmp_path: Path) -> None:
     beside: list[Any] = [trials.propose(), trials.propose()]
     assert [one["number"] for one in beside] == [1, 2] and trials.propose() is None
     for config in beside:
-        trials.started(config)
+        trials.runs(config, started=True)
         trials.ended(config, measured(config), None)
     assert len(known.measurements) == 2
     trials.stopping = True
