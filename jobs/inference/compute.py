@@ -275,18 +275,11 @@ def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
 
 
 class InferenceDisplay:
-    """Shows how many rows are done: a bar on a terminal, otherwise lines, at least one every `QUIET_S` seconds.
+    """Shows how many rows are done: a bar on a terminal, otherwise lines, at least one every `QUIET_S` seconds. A
+    context manager: a thread calls `tick` every second.
 
-    A context manager: a thread calls `tick` every second.
-
-    Args:
-        rows: of the input.
-        earlier: rows that an earlier command has computed.
-        in_progress: unit -> rows that are done of it, of units that may not be complete.
-        beat: called every few seconds.
-        missing: what the first worker still needs.
-        clock: seconds; replaced in tests.
-    """
+    `earlier` rows were computed by an earlier command; `in_progress` gives the rows that are done of units that may not
+    be complete, and `missing` what the first worker still needs; `beat` is called every few seconds."""
 
     def __init__(
         self, console: Console, *, rows: int, earlier: int, in_progress: Callable[[], Mapping[int, int]],

@@ -98,15 +98,9 @@ def write_joined(
     tables: Callable[[], Iterable[Any]], target: str, *, origin: str, used: Collection[str] | None = None,
     rows_at_once: int = LINES_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column. Raises
-    InputError: there are no rows, or the types of a column do not go together.
-
-    Args:
-        tables: gives them, in order. It is called again, twice, where later ones have other columns than the first:
-            once for all columns, once to write.
-        origin: where the rows come from, for messages.
-        used: see `joined`.
-    """
+    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column. `tables` gives
+    them, in order; it is called again, twice, where later ones have other columns than the first: once for all columns,
+    once to write. Raises InputError: there are no rows, or the types of a column do not go together."""
     try:
         write_tables(tables(), target, origin=origin, used=used, rows_at_once=rows_at_once)
     except _OtherColumnsError:

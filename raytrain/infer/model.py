@@ -131,16 +131,8 @@ def prompt_of(
     names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None,
     exact: Collection[str] = (),
 ) -> Prompt:  # fmt: skip
-    """The prompt that the keys describe. Raises InputError: an unknown name, a column that the input lacks, or no
-    column to take.
-
-    Args:
-        names: columns of the input.
-        field: `infer.prompt_field`, a column.
-        template: `infer.template`: the name of one of `templates`, or a template itself if it has braces.
-        templates: `infer.templates`, name -> template.
-        exact: see `Prompt`.
-    """
+    """The prompt that the keys `infer.prompt_field`, `template` and `templates` describe, for an input with these
+    columns. Raises InputError: an unknown name, a column that the input lacks, or no column to take."""
     if template is not None:
         text = templates.get(template, template)
         if text is template and "{" not in template:
@@ -274,7 +266,8 @@ class InferenceModel:
                 raise InputError("model.path", got="a model of texts without a tokenizer", expected="a folder with one")
             tokenizer = open_tokenizer(self.tokenizer)
             config: Any = getattr(module, "config", None)
-            names = self.facts.get("class_names") or _class_names(config)
+            own = getattr(config, "id2label", None) or {}
+            names = self.facts.get("class_names") or [str(own[number]) for number in sorted(own)] or None
             limits = _context(module), tokenizer.model_max_length, self.longest
             longest = min(one for one in limits if one is not None)
             encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
@@ -442,11 +435,6 @@ def _in_chat(tokenizer: Any, text: str) -> str:
 def _named_parameters(module: nn.Module) -> list[str]:
     skipped = ("labels", "num_items_in_batch")
     return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
-
-
-def _class_names(config: Any) -> Sequence[str] | None:
-    names = getattr(config, "id2label", None)
-    return None if not names else [str(names[number]) for number in sorted(names)]
 
 
 def _context(module: nn.Module) -> int | None:

@@ -164,15 +164,8 @@ def part_name(number: int) -> str:
 def write_part(
     parts: str, unit: Unit, table: Any, results: Sequence[RowResult], *, ids: Any, report: UnitReport, job: str
 ) -> None:
-    """Write the file of a unit: complete or not at all.
-
-    Args:
-        parts: the folder.
-        table: the input columns to keep, as Arrow.
-        ids: Arrow array of the rows' ids.
-        report: what the worker says about the unit, kept in the file for `written_report`.
-        job: `digest_of` the job.
-    """
+    """Write the file of a unit, complete or not at all: the columns of `table`, ids, results, and in its footer the
+    report and the `digest_of` the job."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -31,10 +31,8 @@ RESULT = "result"
 
 class UnitStarts:
     """The actor that knows whether a worker has started, and counts how often each unit was begun by one that had been
-    started again.
-
-    Ray repeats the unit of a dead actor without limit, or with one that counts each failed connection to a lost node.
-    """
+    started again: Ray repeats the unit of a dead actor without limit, or with one that counts each failed
+    connection."""
 
     def __init__(self) -> None:
         self._starts = Counter[int]()

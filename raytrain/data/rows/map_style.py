@@ -146,11 +146,8 @@ class DatasetSplit(RowSplit):
 
     def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
         """Read and convert every item once and keep it, as tensors on `device` if the shapes allow it; or the first
-        `rows` items, while the others are read in every epoch.
-
-        A random transform inside the dataset is drawn only once. (`raytrain.data.prepare.read_dataset` does
-        the same with progress events and seeded draws.)
-        """
+        `rows` items, while the others are read in every epoch. A random transform inside the dataset is then drawn only
+        once."""
         if rows is not None:
             return PartialDataset(self, device=torch.device(device), rows=rows)
         read = self.read(np.arange(len(self.rows)))

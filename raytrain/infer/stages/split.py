@@ -128,16 +128,9 @@ class StageTimes:
 
 
 class StagePipeline:
-    """Takes passes through the stages of a replica; any number of threads may call it at the same time: while one's
-    pass is in a stage, those of others are in the stages before and after it.
-
-    Args:
-        here: the stages in this process, the first ones.
-        beyond: computes the others, in processes of their own.
-        stages: how many there are.
-        threads: CPU threads of a stage; None leaves torch's.
-        close: called at the end.
-    """
+    """Takes passes through the stages of a replica: the first ones `here`, the others `beyond`, in processes of their
+    own. Any number of threads may call it: while one's pass is in a stage, those of others are in stages before and
+    after it."""
 
     def __init__(
         self, here: Sequence[ModelStage], beyond: Callable[[StagePass], StagePass] | None = None, *, stages: int,
