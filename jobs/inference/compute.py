@@ -38,6 +38,7 @@ from jobs.inference.plan import InferencePlan
 from jobs.job.facts import path_from_here
 from raytrain.config.messages import abbreviated
 from raytrain.config.sections import InferConfig
+from raytrain.data.sources.tables import csv_texts
 from raytrain.errors import RunError
 from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
@@ -123,18 +124,15 @@ class InferResult:
     def _reading(self, kind: str) -> dict[str, Any]:
         """Options of Arrow's reader with which texts stay texts: ids such as `007` and dates would become others."""
         import pyarrow as pa
-        from pyarrow import csv, json
+        from pyarrow import json
 
-        about = loads(open_store(self.output).read_bytes(MANIFEST))
-        texts = dict.fromkeys(about.get("text_columns", ()), pa.string())
+        texts = loads(open_store(self.output).read_bytes(MANIFEST)).get("text_columns", ())
         if not texts or kind == "parquet":
             return {}
-        if kind == "jsonl":
-            return {"parse_options": json.ParseOptions(explicit_schema=pa.schema(list(texts.items())))}
-        convert = csv.ConvertOptions(
-            column_types=texts, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
-        )
-        return {"parse_options": csv.ParseOptions(newlines_in_values=True), "convert_options": convert}
+        if kind == "csv":
+            return csv_texts(texts)
+        schema = pa.schema([(name, pa.string()) for name in texts])
+        return {"parse_options": json.ParseOptions(explicit_schema=schema)}
 
 
 # ---------------------------------------------------------------- compute

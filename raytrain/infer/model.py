@@ -10,7 +10,7 @@ import inspect
 import math
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -372,11 +372,12 @@ class InferenceModel:
         return {} if values is None or "x" not in named else {"x": int(values)}
 
     def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
-        codec = self._codec(chat=infer.chat)
+        characters = self.reads.get("characters")
+        codec: Codec = ByteVocabulary() if characters is None else CharVocabulary(characters)
         chat: Chat | None = None
         end = frozenset[int]()
         if self.tokenizer is not None:
-            tokenizer = open_tokenizer(self.tokenizer)
+            codec, tokenizer = TextCodec(self.tokenizer, plain=infer.chat), open_tokenizer(self.tokenizer)
             # The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn.
             more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
             given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
@@ -404,15 +405,6 @@ class InferenceModel:
             expected = f"less than the {context} tokens that the model sees"
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
         return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
-
-    def _codec(self, *, chat: bool) -> Codec:
-        if self.tokenizer is not None:
-            return TextCodec(self.tokenizer, plain=chat)
-        characters = self.reads.get("characters")
-        return ByteVocabulary() if characters is None else CharVocabulary(characters)
-
-    def on(self, device: str) -> InferenceModel:
-        return replace(self, device=device)
 
 
 def _check_trained_on(schema: Any, names: Sequence[str]) -> None:

@@ -113,7 +113,8 @@ class UnitActor:
         if written is not None:  # the process that this one replaces ended before its report had arrived
             return json.dumps(asdict(written))
         # the first end is that of this actor's first process, which has not counted its units
-        if self._starts is not None and ray.get(self._starts.begin.remote(unit.number)) >= LOST_STARTS:
+        starts: int = 0 if self._starts is None else ray.get(self._starts.begin.remote(unit.number))
+        if starts >= LOST_STARTS:
             return _encoded(
                 RunError(
                     f"the process of a worker ended {LOST_STARTS} times while it computed rows {unit.start:,} to "

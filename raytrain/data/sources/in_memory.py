@@ -311,7 +311,6 @@ def _source(
     return Source(
         train=train,
         eval=evaluation,
-        vocab_size=None,
         facts=replace(facts_of(train, evaluation, reason=reason), kind=kind),
         describe=reason,
         classes=classes,

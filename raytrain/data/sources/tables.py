@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -155,17 +155,24 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
 def csv_as_text(filesystem: Any, path: str) -> dict[str, Any]:
     """Options of pyarrow's readers of CSV with which every cell is the text that the file has: null where there is
     nothing, "" where there are quotes around nothing."""
-    import pyarrow as pa
     from pyarrow import csv
 
     parse = csv.ParseOptions(newlines_in_values=True)
     with opened_stream(filesystem, path) as stream:
         names = csv.open_csv(stream, parse_options=parse).schema.names
+    return csv_texts(names)
+
+
+def csv_texts(names: Iterable[str]) -> dict[str, Any]:
+    """Options of pyarrow's readers of CSV with which these columns are texts, and null only without quotes."""
+    import pyarrow as pa
+    from pyarrow import csv
+
     convert = csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )  # fmt: skip
-    return {"parse_options": parse, "convert_options": convert}
+    return {"parse_options": csv.ParseOptions(newlines_in_values=True), "convert_options": convert}
 
 
 def csv_kinds(column: Any, among: Sequence[str] = CSV_KINDS, *, label: bool = False) -> list[str]:

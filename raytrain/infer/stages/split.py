@@ -87,7 +87,8 @@ def load_stage(model: InferenceModel, split: StageSplit, stage: int, device: tor
     check_weights(module, stored)
     reader = fill_stage(module, stored, split.plan, stage, device=device)
     model.halve(module)  # a head that is tied to an embedding
-    made = ModelStage(module, split.plan, stage, device=device, autocast=model.on(str(device)).autocast())
+    autocast = replace(model, device=str(device)).autocast()
+    made = ModelStage(module, split.plan, stage, device=device, autocast=autocast)
     made.bytes_read = reader.bytes_read
     return made
 
