@@ -143,17 +143,13 @@ class UnitComputation:
     """Computes units and writes their files: one worker in this process, more on a Ray cluster.
 
     A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind. `say`:
-    prints a line. Raises InputError: the model does not fit the input or its weights.
-
-    Attributes:
-        split: how the model is divided, once it was measured.
-        missing: what the first worker still needs of a shared cluster.
-    """
+    prints a line. Raises InputError: the model does not fit the input or its weights."""
 
     def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
         self._planned, self._work, self._verbose, self._say = planned, planned.work(), verbose, say
-        self._address, self.split = planned.target.address, planned.stages.split
-        self.missing: Missing = nothing_missing
+        self._address = planned.target.address
+        self.split = planned.stages.split  # how the model is divided, once it was measured
+        self.missing: Missing = nothing_missing  # what the first worker still needs of a shared cluster
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
         # hosts are other processes, and so are stages where memory is limited on a CPU: threads share one limit

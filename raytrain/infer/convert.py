@@ -124,14 +124,9 @@ def _stream(path: str) -> Any:
 
 @dataclass
 class CsvTypes:
-    """The types of the columns of CSV files, which follow from all files, so that their order is of no matter.
-
-    Args:
-        files: the paths.
-        carried: columns that stay as they are written, with null for an empty cell without quotes.
-        label: a column that is read as the labels of training.
-        numbers: whether other columns may hold numbers; otherwise all are texts, as a model of texts reads them.
-    """
+    """The types of the columns of CSV files, which follow from all files, so that their order is of no matter. Columns
+    that are `carried` stay as they are written, with null for an empty cell without quotes; `label` is read as the
+    labels of training; others may hold numbers, unless a model of texts reads them (`numbers`)."""
 
     files: Sequence[str]
     carried: Collection[str | None] = ()

@@ -175,17 +175,10 @@ def run_units(
 ) -> Iterator[UnitReport]:  # fmt: skip
     """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
 
-    A unit whose actor dies is computed again, up to `LOST_STARTS` times. Raises RaytrainError: the model does not load
-    in an actor, a unit cannot be computed or ends its actor each time, or the cluster has no room for the stages of a
-    divided model, or the hosts of its experts.
-
-    Args:
-        workers: actors of the pool at most.
-        at_once: actors that must start before the first unit; 1 in a shared cluster, whose other jobs may hold it.
-        cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
-        accelerator: Ray's type of the GPU that each actor needs; None for any.
-        told: is given a function that returns how many actors have started.
-    """
+    A unit whose actor dies is computed again, up to `LOST_STARTS` times. Of `workers` actors, each with such resources,
+    `at_once` must start before the first unit: 1 in a shared cluster, whose other jobs may hold it. `told` is given a
+    function that returns how many have started. Raises RaytrainError: the model does not load in an actor, a unit
+    cannot be computed or ends its actor each time, or the cluster has no room for all processes of a worker."""
     import ray
     from ray.data import ActorPoolStrategy
 

@@ -148,21 +148,15 @@ class TensorSplit(RowSplit):
 
 
 class TextSplit(Split):
-    """Windows of `context` tokens of one text; an index is the position of the window's first token.
+    """Windows of `context` (T) tokens of one text; an index is the position of the window's first token.
 
-    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens. Tokens are
-    stored in a compact dtype and widened in the batch.
+    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens; with `same_labels` the input_ids, with
+    the first of each row -100, for a model that shifts them. Tokens are stored in a compact dtype and widened in the
+    batch.
 
     Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from (seed, epoch);
     every epoch has the same number of windows. Evaluation covers the text from its first token; less than one window
-    remains at the end. Raises InputError: the text is shorter than one window plus one token.
-
-    Args:
-        tokens: (N,) uint8, uint16 or int32 array, or a tensor.
-        context: T, tokens per window.
-        key: the config key that the error for a too short text names.
-        same_labels: labels equal the input_ids, with the first of each row -100, for a model that shifts them.
-    """
+    remains at the end. Raises InputError, naming `key`: the text is shorter than one window plus one token."""
 
     def __init__(
         self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path", same_labels: bool = False
