@@ -156,24 +156,22 @@ def prompt_of(
 
 def _parts(template: str, names: list[str]) -> tuple[tuple[str, str | None], ...]:
     """The parts of a template such as `"Question: {question}"`."""
+    wrong = partial(InputError, "infer.template")
     try:
         found = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise InputError("infer.template", got=f"{template!r}: {error}", expected="a text with {column}") from error
+        raise wrong(got=f"{template!r}: {error}", expected="a text with {column}") from error
     for _, column, spec, conversion in found:
         if column is not None and (spec or conversion):
             seen = column + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise InputError(
-                "infer.template", got=f"{{{seen}}}", expected=f"{{{column}}}: a value is written as the file has it",
-                remedy="write another form into a column of its own",
-            )  # fmt: skip
+            expected = f"{{{column}}}: a value is written as the file has it"
+            raise wrong(got=f"{{{seen}}}", expected=expected, remedy="write another form into a column of its own")
         if column is not None and column not in names:
-            raise InputError(
-                "infer.template", got=f"the field {{{column}}}", expected=f"columns of infer.input: {', '.join(names)}",
-                remedy=suggestion(column, names) or "write {{ and }} for braces in the text",
-            )  # fmt: skip
+            remedy = suggestion(column, names) or "write {{ and }} for braces in the text"
+            expected = f"columns of infer.input: {', '.join(names)}"
+            raise wrong(got=f"the field {{{column}}}", expected=expected, remedy=remedy)
     if all(column is None for _, column, *_ in found):
-        raise InputError("infer.template", got=f"{template!r} without a column", expected="a text with {column}")
+        raise wrong(got=f"{template!r} without a column", expected="a text with {column}")
     return tuple((text, column) for text, column, *_ in found)
 
 

@@ -225,20 +225,15 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
         raise InputError(
             "data.eval", got="an object without data.train", expected="data.train with it, or data.source instead"
         )
-    if data.source is None:
-        raise InputError(
-            "data.source",
-            got="no value",
-            expected=f"one of {', '.join(SOURCES)}, module:function, or data.train",
-        )
-    if not is_own(data.source) and data.source not in SOURCES:
-        raise InputError(
-            "data.source",
-            got=data.source,
-            expected=f"one of {', '.join(SOURCES)}, or module:function",
-            remedy=suggestion(data.source, SOURCES),
-        )
-    return data.keys if is_own(data.source) else values_of(data.keys, SOURCES[data.source], owner=data.source)
+    source, names = data.source, ", ".join(SOURCES)
+    if source is None:
+        raise InputError("data.source", got="no value", expected=f"one of {names}, module:function, or data.train")
+    if is_own(source):
+        return data.keys
+    if source not in SOURCES:
+        expected = f"one of {names}, or module:function"
+        raise InputError("data.source", got=source, expected=expected, remedy=suggestion(source, SOURCES))
+    return values_of(data.keys, SOURCES[source], owner=source)
 
 
 def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None]:
