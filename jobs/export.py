@@ -69,7 +69,11 @@ def export_weights_of(run: RunFolder, step: int | str, target: str | None) -> tu
         info = checkpoint_of(run, step)
         folder = target or join(run.path, f"exports/step_{info.step:08d}")
         folder = open_store(folder).uri
-        _check_new(folder)
+        store = open_store(folder)
+        held = [entry.name for entry in store.entries("")]
+        if held or (store.is_local and os.path.exists(store.uri) and not os.path.isdir(store.uri)):
+            seen = f"{folder}, which holds {held[0]}" if held else f"{folder}, which is a file"
+            raise InputError("--to", got=seen, expected="a new or empty folder")
         try:
             return folder, export_checkpoint(info, folder, build_export=lambda found: _own_export(run, found))
         except CheckpointError:
@@ -97,14 +101,6 @@ def planned_step(run: RunFolder) -> str:
         except InputError:
             return "last"
     return wanted
-
-
-def _check_new(folder: str) -> None:
-    store = open_store(folder)
-    held = [entry.name for entry in store.entries("")]
-    if held or (store.is_local and os.path.exists(store.uri) and not os.path.isdir(store.uri)):
-        seen = f"{folder}, which holds {held[0]}" if held else f"{folder}, which is a file"
-        raise InputError("--to", got=seen, expected="a new or empty folder")
 
 
 def _own_export(run: RunFolder, found: CheckpointWeights) -> Export:

@@ -135,7 +135,12 @@ def infer_target(
             split = planned.stages.split if computation is None else computation.split
             return found if isinstance(found, InferResult) else _merged(planned, found, split, console)
     except BaseException:
-        _tell_what_is_kept(planned, console)
+        output = planned.output
+        if output.identity() is None or not output.has_parts():
+            output.forget()
+        else:
+            again = resume_command("infer", path_from_here(output.path))
+            print_line(console, f"what is complete is kept: `{again}` continues")
         raise
 
 
@@ -193,15 +198,6 @@ def _complete(planned: InferencePlan, console: Console) -> InferResult:
     return InferResult("done", output.path, about["rows"], about["failed"], summary)
 
 
-def _tell_what_is_kept(planned: InferencePlan, console: Console) -> None:
-    output = planned.output
-    if output.identity() is None or not output.has_parts():
-        output.forget()
-        return
-    again = resume_command("infer", path_from_here(output.path))
-    print_line(console, f"what is complete is kept: `{again}` continues")
-
-
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:
     share = planned.target.spec.infer.max_failures
     reason = f"; the last error, of {error}" if error else ""
@@ -226,18 +222,14 @@ def _merged(
     wall = max((report.end for report in reports), default=0) - min((report.begin for report in reports), default=0)
     summary = summarise(figures.figures(), reports, wall_s=wall, split=split)
     output.store.write_bytes(SUMMARY, json.dumps(summary, indent=1).encode())
-    manifest = {**about, "stages": _stages_record(split), "job": planned.identity}
+    stages: dict[str, Any] | None = None  # what each stage of a divided model holds, and by what they are balanced
+    if split is not None:
+        parts = {part.name: seconds for part, seconds in zip(split.plan.parts, split.seconds, strict=False)}
+        held = [split.plan.describe(stage) for stage in range(split.plan.stages)]
+        stages = {"stages": held, "balance": split.balance, "seconds": split.stage_seconds, "part_seconds": parts}
+    manifest = {**about, "stages": stages, "job": planned.identity}
     output.store.write_bytes(MANIFEST, json.dumps(manifest, indent=1).encode())
     build_inference_report(output.path)
     remove_work(output)
     print_summary(planned, infer, about, summary, console)
     return InferResult("done", output.path, about["rows"], about["failed"], summary)
-
-
-def _stages_record(split: StageSplit | None) -> dict[str, Any] | None:
-    """What the manifest says of a divided model: what each stage holds, and by what they are balanced."""
-    if split is None:
-        return None
-    parts = {part.name: seconds for part, seconds in zip(split.plan.parts, split.seconds, strict=False)}
-    stages = [split.plan.describe(stage) for stage in range(split.plan.stages)]
-    return {"stages": stages, "balance": split.balance, "seconds": split.stage_seconds, "part_seconds": parts}

@@ -38,6 +38,7 @@ from jobs.inference.plan import InferencePlan
 from jobs.job.facts import path_from_here
 from raytrain.config.messages import abbreviated
 from raytrain.config.sections import InferConfig
+from raytrain.data.sources.tables import csv_texts
 from raytrain.errors import RunError
 from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
@@ -123,18 +124,15 @@ class InferResult:
     def _reading(self, kind: str) -> dict[str, Any]:
         """Options of Arrow's reader with which texts stay texts: ids such as `007` and dates would become others."""
         import pyarrow as pa
-        from pyarrow import csv, json
+        from pyarrow import json
 
-        about = loads(open_store(self.output).read_bytes(MANIFEST))
-        texts = dict.fromkeys(about.get("text_columns", ()), pa.string())
+        texts = loads(open_store(self.output).read_bytes(MANIFEST)).get("text_columns", ())
         if not texts or kind == "parquet":
             return {}
-        if kind == "jsonl":
-            return {"parse_options": json.ParseOptions(explicit_schema=pa.schema(list(texts.items())))}
-        convert = csv.ConvertOptions(
-            column_types=texts, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
-        )
-        return {"parse_options": csv.ParseOptions(newlines_in_values=True), "convert_options": convert}
+        if kind == "csv":
+            return csv_texts(texts)
+        schema = pa.schema([(name, pa.string()) for name in texts])
+        return {"parse_options": json.ParseOptions(explicit_schema=schema)}
 
 
 # ---------------------------------------------------------------- compute
@@ -145,17 +143,13 @@ class UnitComputation:
     """Computes units and writes their files: one worker in this process, more on a Ray cluster.
 
     A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind. `say`:
-    prints a line. Raises InputError: the model does not fit the input or its weights.
-
-    Attributes:
-        split: how the model is divided, once it was measured.
-        missing: what the first worker still needs of a shared cluster.
-    """
+    prints a line. Raises InputError: the model does not fit the input or its weights."""
 
     def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
         self._planned, self._work, self._verbose, self._say = planned, planned.work(), verbose, say
-        self._address, self.split = planned.target.address, planned.stages.split
-        self.missing: Missing = nothing_missing
+        self._address = planned.target.address
+        self.split = planned.stages.split  # how the model is divided, once it was measured
+        self.missing: Missing = nothing_missing  # what the first worker still needs of a shared cluster
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
         # hosts are other processes, and so are stages where memory is limited on a CPU: threads share one limit
@@ -275,18 +269,11 @@ def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
 
 
 class InferenceDisplay:
-    """Shows how many rows are done: a bar on a terminal, otherwise lines, at least one every `QUIET_S` seconds.
+    """Shows how many rows are done: a bar on a terminal, otherwise lines, at least one every `QUIET_S` seconds. A
+    context manager: a thread calls `tick` every second.
 
-    A context manager: a thread calls `tick` every second.
-
-    Args:
-        rows: of the input.
-        earlier: rows that an earlier command has computed.
-        in_progress: unit -> rows that are done of it, of units that may not be complete.
-        beat: called every few seconds.
-        missing: what the first worker still needs.
-        clock: seconds; replaced in tests.
-    """
+    `earlier` rows were computed by an earlier command; `in_progress` gives the rows that are done of units that may not
+    be complete, and `missing` what the first worker still needs; `beat` is called every few seconds."""
 
     def __init__(
         self, console: Console, *, rows: int, earlier: int, in_progress: Callable[[], Mapping[int, int]],

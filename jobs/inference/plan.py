@@ -94,7 +94,7 @@ class InferencePlan:
         cluster = self.target.spec.cluster
         return Work(
             self.target.model, self.target.spec.infer, self.rows, self.output.parts, self.batch_size, self.most_failed,
-            self.threads, self.job, cluster.memory_fraction, cluster.memory_limit, self.workers, self.stages.split,
+            self.threads, self.job, cluster.memory_fraction, cluster.memory_limit, self.stages.split,
             self.hosts.hosts, import_path=os.getcwd(),
         )  # fmt: skip
 

@@ -277,14 +277,8 @@ _OPEN_ENDS: set[int] = set()
 
 
 class LoaderPool:
-    """Loader processes, each with its own pipe; requests go to them in turn.
-
-    Args:
-        splits: the splits that may be read, by name.
-        workers: number of processes.
-        prefetch: batches that each of them reads ahead.
-        seed: the job's.
-    """
+    """Loader processes, each with its own pipe; requests go to them in turn, and each reads `prefetch` batches
+    ahead."""
 
     def __init__(self, splits: Mapping[str, DatasetSplit], *, workers: int, prefetch: int, seed: int) -> None:
         self.depth = workers * prefetch

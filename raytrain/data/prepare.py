@@ -36,13 +36,8 @@ NAMED_AT_MOST = 5
 
 
 def find_misplaced(value: Any, device: torch.device | str, *, name: str = "batch") -> list[str]:
-    """Paths of all tensors in a batch, a module or its state that are not on `device`; no device is read.
-
-    Args:
-        value: nested containers of tensors, or a module.
-        device: where they should be.
-        name: what the path begins with; "" for a module's own names.
-    """
+    """Paths of all tensors in a batch, a module or its state that are not on `device`, which is not read. They begin
+    with `name`; "" for a module's own names."""
     wanted = torch.device(device)
     return [path for path, tensor in tensors_of(value, name) if not is_on(tensor, wanted)]
 

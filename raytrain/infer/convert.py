@@ -98,15 +98,9 @@ def write_joined(
     tables: Callable[[], Iterable[Any]], target: str, *, origin: str, used: Collection[str] | None = None,
     rows_at_once: int = LINES_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column. Raises
-    InputError: there are no rows, or the types of a column do not go together.
-
-    Args:
-        tables: gives them, in order. It is called again, twice, where later ones have other columns than the first:
-            once for all columns, once to write.
-        origin: where the rows come from, for messages.
-        used: see `joined`.
-    """
+    """Write tables as one Parquet file with the columns of all of them, nulls where one lacks a column. `tables` gives
+    them, in order; it is called again, twice, where later ones have other columns than the first: once for all columns,
+    once to write. Raises InputError: there are no rows, or the types of a column do not go together."""
     try:
         write_tables(tables(), target, origin=origin, used=used, rows_at_once=rows_at_once)
     except _OtherColumnsError:
@@ -130,14 +124,9 @@ def _stream(path: str) -> Any:
 
 @dataclass
 class CsvTypes:
-    """The types of the columns of CSV files, which follow from all files, so that their order is of no matter.
-
-    Args:
-        files: the paths.
-        carried: columns that stay as they are written, with null for an empty cell without quotes.
-        label: a column that is read as the labels of training.
-        numbers: whether other columns may hold numbers; otherwise all are texts, as a model of texts reads them.
-    """
+    """The types of the columns of CSV files, which follow from all files, so that their order is of no matter. Columns
+    that are `carried` stay as they are written, with null for an empty cell without quotes; `label` is read as the
+    labels of training; others may hold numbers, unless a model of texts reads them (`numbers`)."""
 
     files: Sequence[str]
     carried: Collection[str | None] = ()

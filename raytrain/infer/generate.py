@@ -329,13 +329,7 @@ def language_sample(
 ) -> dict[str, Any] | None:
     """{"prompt", "text", "temperature"}: a language model's continuation of the start of its eval text, or of a prompt,
     with what `raytrain infer` puts in front of it. Returns None if the module gives no logits for
-    `forward(input_ids=...)` alone.
-
-    Args:
-        module: the model.
-        source: the opened text source, which turns tokens into text and back.
-        context: the number of tokens that the model sees at once.
-    """
+    `forward(input_ids=...)` alone."""
     split = source.eval or source.train
     batch = split.gather(split.eval_order()[:1])
     row, room = batch["input_ids"][0].tolist(), min(SAMPLE_PROMPT, context or SAMPLE_PROMPT)

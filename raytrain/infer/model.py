@@ -10,7 +10,7 @@ import inspect
 import math
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -131,16 +131,8 @@ def prompt_of(
     names: list[str], *, field: str | None, template: str | None, templates: dict[str, str], chat: Chat | None,
     exact: Collection[str] = (),
 ) -> Prompt:  # fmt: skip
-    """The prompt that the keys describe. Raises InputError: an unknown name, a column that the input lacks, or no
-    column to take.
-
-    Args:
-        names: columns of the input.
-        field: `infer.prompt_field`, a column.
-        template: `infer.template`: the name of one of `templates`, or a template itself if it has braces.
-        templates: `infer.templates`, name -> template.
-        exact: see `Prompt`.
-    """
+    """The prompt that the keys `infer.prompt_field`, `template` and `templates` describe, for an input with these
+    columns. Raises InputError: an unknown name, a column that the input lacks, or no column to take."""
     if template is not None:
         text = templates.get(template, template)
         if text is template and "{" not in template:
@@ -164,24 +156,22 @@ def prompt_of(
 
 def _parts(template: str, names: list[str]) -> tuple[tuple[str, str | None], ...]:
     """The parts of a template such as `"Question: {question}"`."""
+    wrong = partial(InputError, "infer.template")
     try:
         found = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise InputError("infer.template", got=f"{template!r}: {error}", expected="a text with {column}") from error
+        raise wrong(got=f"{template!r}: {error}", expected="a text with {column}") from error
     for _, column, spec, conversion in found:
         if column is not None and (spec or conversion):
             seen = column + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise InputError(
-                "infer.template", got=f"{{{seen}}}", expected=f"{{{column}}}: a value is written as the file has it",
-                remedy="write another form into a column of its own",
-            )  # fmt: skip
+            expected = f"{{{column}}}: a value is written as the file has it"
+            raise wrong(got=f"{{{seen}}}", expected=expected, remedy="write another form into a column of its own")
         if column is not None and column not in names:
-            raise InputError(
-                "infer.template", got=f"the field {{{column}}}", expected=f"columns of infer.input: {', '.join(names)}",
-                remedy=suggestion(column, names) or "write {{ and }} for braces in the text",
-            )  # fmt: skip
+            remedy = suggestion(column, names) or "write {{ and }} for braces in the text"
+            expected = f"columns of infer.input: {', '.join(names)}"
+            raise wrong(got=f"the field {{{column}}}", expected=expected, remedy=remedy)
     if all(column is None for _, column, *_ in found):
-        raise InputError("infer.template", got=f"{template!r} without a column", expected="a text with {column}")
+        raise wrong(got=f"{template!r} without a column", expected="a text with {column}")
     return tuple((text, column) for text, column, *_ in found)
 
 
@@ -274,7 +264,8 @@ class InferenceModel:
                 raise InputError("model.path", got="a model of texts without a tokenizer", expected="a folder with one")
             tokenizer = open_tokenizer(self.tokenizer)
             config: Any = getattr(module, "config", None)
-            names = self.facts.get("class_names") or _class_names(config)
+            own = getattr(config, "id2label", None) or {}
+            names = self.facts.get("class_names") or [str(own[number]) for number in sorted(own)] or None
             limits = _context(module), tokenizer.model_max_length, self.longest
             longest = min(one for one in limits if one is not None)
             encode = partial(encode_rows, tokenizer, special=True, max_length=longest)
@@ -379,11 +370,12 @@ class InferenceModel:
         return {} if values is None or "x" not in named else {"x": int(values)}
 
     def _generator(self, module: nn.Module, infer: InferConfig, schema: Any, autocast: Any) -> TextPredictor:
-        codec = self._codec(chat=infer.chat)
+        characters = self.reads.get("characters")
+        codec: Codec = ByteVocabulary() if characters is None else CharVocabulary(characters)
         chat: Chat | None = None
         end = frozenset[int]()
         if self.tokenizer is not None:
-            tokenizer = open_tokenizer(self.tokenizer)
+            codec, tokenizer = TextCodec(self.tokenizer, plain=infer.chat), open_tokenizer(self.tokenizer)
             # The tokenizer's end token, and those with which the model's own `generate` ends, such as that of a turn.
             more = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
             given = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
@@ -412,15 +404,6 @@ class InferenceModel:
             raise InputError("infer.max_new_tokens", got=str(infer.max_new_tokens), expected=expected)
         return TextPredictor(module, codec, prompt, sampling, context=context, own_generate=own, autocast=autocast)
 
-    def _codec(self, *, chat: bool) -> Codec:
-        if self.tokenizer is not None:
-            return TextCodec(self.tokenizer, plain=chat)
-        characters = self.reads.get("characters")
-        return ByteVocabulary() if characters is None else CharVocabulary(characters)
-
-    def on(self, device: str) -> InferenceModel:
-        return replace(self, device=device)
-
 
 def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
     given = list(schema.names)
@@ -442,11 +425,6 @@ def _in_chat(tokenizer: Any, text: str) -> str:
 def _named_parameters(module: nn.Module) -> list[str]:
     skipped = ("labels", "num_items_in_batch")
     return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
-
-
-def _class_names(config: Any) -> Sequence[str] | None:
-    names = getattr(config, "id2label", None)
-    return None if not names else [str(names[number]) for number in sorted(names)]
 
 
 def _context(module: nn.Module) -> int | None:

@@ -14,6 +14,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from raytrain.data.sources.tables import is_text
@@ -164,15 +165,8 @@ def part_name(number: int) -> str:
 def write_part(
     parts: str, unit: Unit, table: Any, results: Sequence[RowResult], *, ids: Any, report: UnitReport, job: str
 ) -> None:
-    """Write the file of a unit: complete or not at all.
-
-    Args:
-        parts: the folder.
-        table: the input columns to keep, as Arrow.
-        ids: Arrow array of the rows' ids.
-        report: what the worker says about the unit, kept in the file for `written_report`.
-        job: `digest_of` the job.
-    """
+    """Write the file of a unit, complete or not at all: the columns of `table`, ids, results, and in its footer the
+    report and the `digest_of` the job."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -210,6 +204,7 @@ def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
     from pyarrow import parquet
 
     path = join(parts, part_name(unit.number))
+    wrong = partial(InputError, KEY, remedy="delete it: --resume computes its rows again")
     try:
         filesystem, inner = locate(path, key=KEY)
         with filesystem.open_input_file(inner) as file:
@@ -217,19 +212,14 @@ def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
             schema, rows = opened.schema_arrow, opened.metadata.num_rows
         about = json.loads((schema.metadata or {}).get(ABOUT, b"{}"))
     except (pa.ArrowException, ValueError) as error:
-        raise InputError(KEY, got=f"{path}, which cannot be read ({error})", expected="the file of a unit",
-                         remedy="delete it: --resume computes its rows again") from error  # fmt: skip
+        raise wrong(got=f"{path}, which cannot be read ({error})", expected="the file of a unit") from error
     expected = {"number": unit.number, "start": unit.start, "rows": unit.rows}
     if {name: about.get(name) for name in expected} != expected or rows != unit.rows:
-        raise InputError(
-            KEY, got=f"{path} with rows {about.get('start')} to {about.get('start', 0) + rows}",
-            expected=f"rows {unit.start} to {unit.start + unit.rows}",
-            remedy="delete it: --resume computes its rows again",
-        )  # fmt: skip
+        seen = f"{path} with rows {about.get('start')} to {about.get('start', 0) + rows}"
+        raise wrong(got=seen, expected=f"rows {unit.start} to {unit.start + unit.rows}")
     said = {one.name: about[one.name] for one in fields(UnitReport) if one.name in about}
     if about.get("job") != job or len(said) < len(fields(UnitReport)):
-        raise InputError(KEY, got=f"{path}, which another job wrote", expected="the file of a unit of this job",
-                         remedy="delete it: --resume computes its rows again")  # fmt: skip
+        raise wrong(got=f"{path}, which another job wrote", expected="the file of a unit of this job")
     return PartFacts(UnitReport(**said), schema.remove_metadata())
 
 

@@ -70,11 +70,7 @@ FEW_ROWS = 16
 
 
 class Int8Linear(nn.Module):
-    """In place of an `nn.Linear`: x (..., in) -> (..., out).
-
-    Attributes:
-        dtype: of the weights that products use.
-    """
+    """In place of an `nn.Linear`: x (..., in) -> (..., out). `dtype`: of the weights that products use."""
 
     values: Tensor  # int8 (out, in)
     scale: Tensor  # float32 (out,); a weight is its value times the scale of its output

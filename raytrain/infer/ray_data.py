@@ -31,10 +31,8 @@ RESULT = "result"
 
 class UnitStarts:
     """The actor that knows whether a worker has started, and counts how often each unit was begun by one that had been
-    started again.
-
-    Ray repeats the unit of a dead actor without limit, or with one that counts each failed connection to a lost node.
-    """
+    started again: Ray repeats the unit of a dead actor without limit, or with one that counts each failed
+    connection."""
 
     def __init__(self) -> None:
         self._starts = Counter[int]()
@@ -115,7 +113,8 @@ class UnitActor:
         if written is not None:  # the process that this one replaces ended before its report had arrived
             return json.dumps(asdict(written))
         # the first end is that of this actor's first process, which has not counted its units
-        if self._starts is not None and ray.get(self._starts.begin.remote(unit.number)) >= LOST_STARTS:
+        starts: int = 0 if self._starts is None else ray.get(self._starts.begin.remote(unit.number))
+        if starts >= LOST_STARTS:
             return _encoded(
                 RunError(
                     f"the process of a worker ended {LOST_STARTS} times while it computed rows {unit.start:,} to "
@@ -176,17 +175,10 @@ def run_units(
 ) -> Iterator[UnitReport]:  # fmt: skip
     """Compute units on a Ray cluster that this process is connected to; yields what is finished, in any order.
 
-    A unit whose actor dies is computed again, up to `LOST_STARTS` times. Raises RaytrainError: the model does not load
-    in an actor, a unit cannot be computed or ends its actor each time, or the cluster has no room for the stages of a
-    divided model, or the hosts of its experts.
-
-    Args:
-        workers: actors of the pool at most.
-        at_once: actors that must start before the first unit; 1 in a shared cluster, whose other jobs may hold it.
-        cpus, gpus: Ray resources of each actor, stage of a divided model and expert host.
-        accelerator: Ray's type of the GPU that each actor needs; None for any.
-        told: is given a function that returns how many actors have started.
-    """
+    A unit whose actor dies is computed again, up to `LOST_STARTS` times. Of `workers` actors, each with such resources,
+    `at_once` must start before the first unit: 1 in a shared cluster, whose other jobs may hold it. `told` is given a
+    function that returns how many have started. Raises RaytrainError: the model does not load in an actor, a unit
+    cannot be computed or ends its actor each time, or the cluster has no room for all processes of a worker."""
     import ray
     from ray.data import ActorPoolStrategy
 

@@ -114,14 +114,8 @@ def quantile(values: Any, counts: Any, share: float) -> float:
 def summarise(
     figures: dict[str, Any], reports: Sequence[UnitReport], *, wall_s: float, split: StageSplit | None = None
 ) -> dict[str, Any]:
-    """The figures of a merged job.
-
-    Args:
-        figures: of `TableFigures`.
-        reports: of the units that this command computed; those of an earlier one are only counted.
-        wall_s: from the first unit's begin to the last one's end.
-        split: how the model was divided over stages.
-    """
+    """The figures of a merged job: of `TableFigures`, and of the units that this command computed, in `wall_s` from the
+    first one's begin to the last one's end."""
     rows, made = sum(report.rows for report in reports), sum(report.tokens for report in reports)
     zero, every = min((one.begin for one in reports), default=0.0), -(-len(reports) // TIMES) or 1
     return {

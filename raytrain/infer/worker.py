@@ -39,7 +39,6 @@ class Work:
     # memory_fraction, memory_limit: of the `cluster` section, for a worker's GPU
     memory_fraction: float = 1.0
     memory_limit: int | None = None
-    processes: int = 1  # workers that share the memory of a machine
     # how a model that does not fit one device is divided; None for a whole copy in each worker
     split: StageSplit | None = None
     hosts: int = 0  # processes beside each worker that hold its experts, which the model's builder starts; 0 for none

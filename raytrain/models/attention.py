@@ -36,31 +36,22 @@ class _Layer:
 
 
 class KeyValueCache:
-    """Keys and values of B sequences of different lengths, padded at the beginning.
+    """Keys and values of B sequences of different lengths, padded at the beginning, with room for the longest at the
+    end.
 
     The first pass appends the prompts, each later one a token of every row. All rows end at the same place, so that a
-    pass writes one column, and their padding never changes: one mask serves all layers and passes.
-
-    Args:
-        lengths: tokens of each prompt, at least 1.
-        capacity: tokens of the longest row at the end.
-        static: later passes have the same operations on the same memory until `span` changes: what a CUDA graph needs.
-
-    Attributes:
-        lengths: tokens of each row before the pass, on the host.
-        positions_B: the same, on the device of the first keys.
-        counts: whether a pass that has ended is counted; else it may be made again.
-    """
+    pass writes one column, and their padding never changes: one mask serves all layers and passes. If `static`, later
+    passes have the same operations on the same memory until `span` changes: what a CUDA graph needs."""
 
     def __init__(self, lengths: list[int], *, capacity: int, static: bool = False) -> None:
-        self.lengths = [0] * len(lengths)
+        self.lengths = [0] * len(lengths)  # tokens of each row before the pass, on the host, then on the keys' device
         self.positions_B = torch.zeros(len(lengths), dtype=torch.int64)
         self._prompts, self._capacity = list(lengths), -(-capacity // ALIGNED) * ALIGNED
         self._paddings = [max(lengths) - length for length in lengths]
         self._begin, self._end = 0, max(lengths)
         self._layers: dict[int, _Layer] = {}
         self._seen: Tensor | None = None  # (B, 1, 1, capacity): 0 for tokens, -inf for padding; None without padding
-        self.static, self.counts = static, True
+        self.static, self.counts = static, True  # whether a pass that has ended is counted; else it may be made again
         self._masks: dict[int | None, Tensor] = {}  # of a static cache by window: `_seen` without later columns
         self._at = torch.tensor([self._end])  # on the device
 

@@ -48,7 +48,11 @@ def repeated(module: nn.Module) -> list[Block]:
     listed = list(_in_lists(module))
     counts = Counter((id(owner), _class_of(part)) for owner, _, part in listed)
     kinds = dict.fromkeys(kind for (_, kind), count in counts.items() if count > 1)  # in the order of the model
-    candidates = [_outermost([(name, part) for _, name, part in listed if _class_of(part) is kind]) for kind in kinds]
+    candidates: list[list[Block]] = []
+    for kind in kinds:
+        blocks = [(name, part) for _, name, part in listed if _class_of(part) is kind]
+        inner = {id(part) for _, block in blocks for part in block.modules() if part is not block}
+        candidates.append([(name, block) for name, block in blocks if id(block) not in inner])
     # among classes with equally many parameters prefer fewer, larger modules: a block, not its parts
     return max(candidates, key=lambda blocks: (_parameters(blocks), -len(blocks)), default=[])
 
@@ -120,11 +124,6 @@ def _in_lists(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             for leaf, child in part.named_children():
                 if not isinstance(child, (nn.ModuleList, nn.ModuleDict)) and next(child.parameters(), None) is not None:
                     yield part, f"{path}.{leaf}" if path else leaf, child
-
-
-def _outermost(blocks: list[Block]) -> list[Block]:
-    inner = {id(part) for _, block in blocks for part in block.modules() if part is not block}
-    return [(name, block) for name, block in blocks if id(block) not in inner]
 
 
 def _parameters(blocks: Iterable[Block]) -> int:

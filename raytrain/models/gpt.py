@@ -78,13 +78,8 @@ class Head(nn.Linear):
 
 
 class GPT(nn.Module):
-    """A decoder from token ids to next-token logits, with the given blocks.
-
-    Args:
-        blocks: modules (B, S, D) -> (B, S, D); their residual projections are named `out`.
-        width, context, vocab_size: D, the longest S, V.
-        dropout: on the embedding; blocks have their own dropout.
-    """
+    """A decoder from token ids to next-token logits, with the given blocks (B, S, D) -> (B, S, D), whose residual
+    projections are named `out` and which have a dropout of their own."""
 
     def __init__(
         self, blocks: Sequence[nn.Module], *, width: int, context: int, vocab_size: int, dropout: float

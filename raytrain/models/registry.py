@@ -52,7 +52,6 @@ def call_builder(
     keys: Mapping[str, Any],
     *,
     sections: Mapping[str, Any],
-    vocab_size: int | None = None,
     source_facts: Mapping[str, Any] | None = None,
     key: str = "model",
 ) -> Any:
@@ -62,17 +61,11 @@ def call_builder(
     unknown key, a missing one, or a ValueError or TypeError raised by the function.
 
     Args:
-        function: the result of `resolve`.
-        keys: the section's keys other than those of the framework; each is passed as a keyword argument.
+        keys: the section's keys other than those of the framework.
         sections: other sections by name (`experts`), passed to parameters of these names that are not given as keys.
-        vocab_size: shorthand for source_facts["vocab_size"].
-        source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to parameters of
-            these names that are not given.
-        key: name of the section in messages.
-    """
+        source_facts: vocab_size, num_features, num_classes, image_shape; passed in the same way.
+        key: name of the section in messages."""
     known = dict(source_facts or {})
-    if vocab_size is not None:
-        known["vocab_size"] = vocab_size
     check_keys(function, keys, sections=sections, key=key)
     name = function_name(function)
     parameters = _parameters(function)

@@ -230,14 +230,8 @@ DENSE_BUILDERS = {
 
 
 def model_facts(builder: str, keys: Mapping[str, Any], source_facts: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in dense model. Returns None for any other builder, and if a size is known only once the source
-    is opened. Raises InputError: an unknown key, a missing one, or an invalid value.
-
-    Args:
-        builder: "module:function".
-        keys: the section's keys other than those of the framework.
-        source_facts: vocab_size, num_features, num_classes and image_shape, as far as the source knows them.
-    """
+    """Sizes of a built-in dense model ("module:function"). Returns None for any other builder, and if a size is known
+    only once the source is opened. Raises InputError: an unknown key, a missing one, or an invalid value."""
     known = DENSE_BUILDERS.get(builder)
     return known_facts(builder, known, keys, source_facts) if known else None
 

@@ -134,16 +134,8 @@ def part_of_rank(count: int, *, rank: int, world_size: int) -> slice:
 class StepBatches:
     """The training batches, step by step, with constant-time access to any position.
 
-    Args:
-        split: the rows as opened by the source.
-        seed: the job's seed; with the epoch it determines the order of the rows.
-        global_batch_size: rows of one step over all ranks.
-        micro_batch: maximum rows of one forward pass.
-        rank, world_size: this worker's rank and the number of workers.
-        tokens_per_batch: micro-batches are formed by a token budget, with at most `micro_batch` rows each; None = by
-            rows, in order.
-        drop_last: leave out the rows at the end of an epoch that do not fill a global batch.
-    """
+    Micro-batches have at most `micro_batch` rows; by `tokens_per_batch`, if given, else in order. `drop_last` leaves
+    out the rows at the end of an epoch that do not fill a global batch."""
 
     def __init__(
         self,

@@ -125,8 +125,8 @@ class Source:
 
     train: Split
     eval: Split | None  # the evaluation split, or None where there is none
-    vocab_size: int | None  # number of tokens for text, else None
     facts: DataFacts  # the sizes, for the plan
+    vocab_size: int | None = None  # number of tokens for text, else None
     decode: Callable[[list[int]], str] | None = None  # tokens to text, for text only
     encode: Callable[[str], list[int]] | None = None  # text to tokens, for text only
     describe: str = ""  # one line for people

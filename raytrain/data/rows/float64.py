@@ -30,16 +30,12 @@ size: there rounding may take no more than what it takes from numbers that begin
 
 class Float64Columns:
     """Which float64 columns of a source become float32; decided when the first one is seen. `split`: the training rows.
-    `seed`: the job's, for what a dataset draws.
-
-    Attributes:
-        kept: column that stays float64 -> why; empty until it is decided.
-    """
+    `seed`: the job's, for what a dataset draws."""
 
     def __init__(self, split: Split, *, seed: int) -> None:
         self._split, self._seed = split, seed
         self._converted: frozenset[str] | None = None
-        self.kept: dict[str, str] = {}
+        self.kept: dict[str, str] = {}  # column that stays float64 -> why; empty until it is decided
 
     def narrowed(self, batch: Batch) -> Batch:
         """The batch with its float64 columns as float32, where that loses nothing; the batch itself without any."""

@@ -48,20 +48,13 @@ COLLATE_DRAWS = 2**63
 
 
 class DatasetSplit(RowSplit):
-    """A map-style dataset: `len(dataset)` and `dataset[i]`, which gives a dict, an (x, y) pair or one tensor.
+    """A map-style dataset: `len(dataset)` and `dataset[i]`, which gives a dict, an (x, y) pair or one tensor. Items are
+    read again in every epoch, so that random transforms stay random.
 
-    A pair becomes {"x", "labels"}, a single tensor {"x"}. Tensors, arrays, numbers and lists of numbers are
-    stacked; where rows differ in their first dimension they are padded, and `attention_mask` is added to
-    every batch. Dicts, lists, tuples and dataclasses are collated part by part; strings, None and other
-    objects are passed on unchanged.
-
-    Args:
-        dataset: items are read again in every epoch, so that random transforms stay random.
-        rows: the items that belong to this split; all of them if None.
-        key: what an error names.
-        collate: the user's own function instead; it receives the items as the dataset returns them.
-        masked: the columns that need a mask, shared by the splits of a source; None: found in this split.
-    """
+    A pair becomes {"x", "labels"}, a single tensor {"x"}. Tensors, arrays, numbers and lists of numbers are stacked;
+    where rows differ in their first dimension they are padded, and `attention_mask` is added to every batch (`masked`,
+    shared by the splits of a source). Dicts, lists, tuples and dataclasses are collated part by part; strings, None and
+    other objects are passed on unchanged. The user's own `collate` receives the items as the dataset returns them."""
 
     def __init__(
         self,
@@ -146,11 +139,8 @@ class DatasetSplit(RowSplit):
 
     def to(self, device: torch.device | str, *, rows: int | None = None) -> Split:
         """Read and convert every item once and keep it, as tensors on `device` if the shapes allow it; or the first
-        `rows` items, while the others are read in every epoch.
-
-        A random transform inside the dataset is drawn only once. (`raytrain.data.prepare.read_dataset` does
-        the same with progress events and seeded draws.)
-        """
+        `rows` items, while the others are read in every epoch. A random transform inside the dataset is then drawn only
+        once."""
         if rows is not None:
             return PartialDataset(self, device=torch.device(device), rows=rows)
         read = self.read(np.arange(len(self.rows)))

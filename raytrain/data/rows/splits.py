@@ -148,27 +148,26 @@ class TensorSplit(RowSplit):
 
 
 class TextSplit(Split):
-    """Windows of `context` tokens of one text; an index is the position of the window's first token.
+    """Windows of `context` (T) tokens of one text; an index is the position of the window's first token.
 
-    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens. Tokens are
-    stored in a compact dtype and widened in the batch.
+    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens; with `same_labels` the input_ids, with
+    the first of each row -100, for a model that shifts them. Tokens are stored in a compact dtype and widened in the
+    batch.
 
     Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from (seed, epoch);
     every epoch has the same number of windows. Evaluation covers the text from its first token; less than one window
-    remains at the end. Raises InputError: the text is shorter than one window plus one token.
-
-    Args:
-        tokens: (N,) uint8, uint16 or int32 array, or a tensor.
-        context: T, tokens per window.
-        key: the config key that the error for a too short text names.
-        same_labels: labels equal the input_ids, with the first of each row -100, for a model that shifts them.
-    """
+    remains at the end. Raises InputError, naming `key`: the text is shorter than one window plus one token."""
 
     def __init__(
         self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path", same_labels: bool = False
     ) -> None:
         self.same_labels = same_labels
-        self.tokens = tokens if isinstance(tokens, Tensor) else torch.from_numpy(compact_tokens(tokens))
+        if isinstance(tokens, np.ndarray):
+            if tokens.dtype == np.uint16:  # to what torch can index on every device
+                small = not len(tokens) or int(tokens.max()) < 2**15
+                tokens = tokens.view(np.int16) if small else tokens.astype(np.int32)
+            tokens = torch.from_numpy(tokens if tokens.flags.writeable else tokens.copy())
+        self.tokens = tokens
         self.context = self.tokens_per_row = context
         self._length = self.tokens.shape[0]
         if self._length < context + 1:
@@ -229,14 +228,6 @@ class TextSplit(Split):
         return split
 
 
-def compact_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Return a writable array of a dtype that torch can index on every device: uint8, int16, int32, or as given."""
-    if tokens.dtype == np.uint16:
-        small = not len(tokens) or int(tokens.max()) < 2**15
-        tokens = tokens.view(np.int16) if small else tokens.astype(np.int32)
-    return tokens if tokens.flags.writeable else tokens.copy()
-
-
 # ---------------------------------------------------------------- ragged
 # Rows of different lengths, stored concatenated, and padded and masked in the batch.
 
@@ -289,19 +280,12 @@ def columns_split(
 
 
 class RaggedSplit(RowSplit):
-    """Columns with rows of different lengths, together with columns of fixed shape.
+    """Columns with rows of different lengths, together with columns of fixed shape (`dense`).
 
-    A batch pads each ragged column to its longest row in that batch (see `fill_value`) and holds
+    A batch pads each ragged column to its longest row in that batch (`fills`, else `fill_value`) and holds
     `attention_mask` (B, L) int64, 1 for tokens and 0 for padding, unless a column already has that name (`adds_mask`).
-
-    Args:
-        ragged: the columns of different lengths.
-        dense: the other columns, if any.
-        mask: the columns that the mask may describe; None = all ragged ones. If there is none, only batches that
-            contain padding have a mask, of a padded column.
-        counts: labels other than -100 per row, if already known (`counted`); otherwise counted here.
-        fills: padding values by column, instead of `fill_value`.
-    """
+    It may describe the columns of `mask`, None for all ragged ones; if that has none, only batches that contain padding
+    have a mask, of a padded column. `counts`, `counted`: see `TensorSplit`."""
 
     def __init__(
         self,

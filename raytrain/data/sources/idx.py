@@ -133,7 +133,6 @@ def open_idx(images: str, labels: str, eval_images: str | None, eval_labels: str
     return Source(
         train=train,
         eval=evaluation,
-        vocab_size=None,
         facts=facts_of(train, evaluation, reason=reason),
         describe=f"{reason}, {classes} classes",
         classes=classes,

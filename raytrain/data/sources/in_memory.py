@@ -48,16 +48,9 @@ def table_pair(
     keys: tuple[str, str] = ("data.path", "data.eval_path"),
     origin: str,
 ) -> Source:
-    """Return a source of one or two pyarrow Tables; without the second, part of the first is held out. Raises
-    InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
-
-    Args:
-        train, evaluation: the tables.
-        features, label: see `raytrain.data.sources.tables.choose_columns`.
-        fraction: the part held out if there is no second table.
-        keys: the config keys that errors name, one per table.
-        origin: a short description of the tables for messages.
-    """
+    """Return a source of one or two pyarrow Tables; without the second, the part `fraction` of the first is held out.
+    `keys`: what errors name, one per table. `origin`: what the tables are, for messages. Raises InputError: columns
+    that are missing, not numeric, have missing values, or differ between the tables."""
     choice = choose_columns(train.schema, features=features, label=label, key=keys[0], table=train)
     tables = [train] if evaluation is None else [train, evaluation]
     label = choice.label
@@ -108,15 +101,9 @@ def class_count(splits: Sequence[Any]) -> int | None:
 
 
 def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) -> RowSplit:
-    """Return one object as a split. Raises InputError: an unsupported object, no rows, different row counts, NaN or
-    infinity in a float column.
-
-    Args:
-        data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow Table or
-            pandas DataFrame, whose columns keep their names.
-        key: the config key that errors name.
-        collate: `data.collate`, for a map-style dataset, whose items may then be of any kind.
-    """
+    """Return one object as a split: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs,
+    with `collate` of any items; a pyarrow Table or pandas DataFrame, whose columns keep their names. Raises InputError:
+    an unsupported object, no rows, different row counts, NaN or infinity in a float column."""
     if isinstance(data, Mapping):
         dense, ragged, rows = {}, {}, {}
         for name, values in data.items():
@@ -324,7 +311,6 @@ def _source(
     return Source(
         train=train,
         eval=evaluation,
-        vocab_size=None,
         facts=replace(facts_of(train, evaluation, reason=reason), kind=kind),
         describe=reason,
         classes=classes,

@@ -109,7 +109,6 @@ def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[s
     return Source(
         train=splits[0],
         eval=evaluation,
-        vocab_size=None,
         facts=replace(facts_of(splits[0], evaluation, reason=reason), kind="groups"),
         describe=reason,
         classes=classes,

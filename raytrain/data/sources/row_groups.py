@@ -109,15 +109,9 @@ class GroupOrder:
 
 
 class GroupSplit(Split):
-    """Rows of Parquet files, read by row group; an index is the row's position in the concatenated files.
-
-    Args:
-        pieces: the rows of this split.
-        choice, classes: the columns used, and the names of string labels (`raytrain.data.sources.tables.convert`).
-        row_bytes: bytes of a row in memory.
-        weighs_rows: whether each row has weight 1 in a mean loss; otherwise the weight is known only from a batch.
-        window_bytes: bytes of row groups that are shuffled together.
-    """
+    """Rows of Parquet files, read by row group; an index is the row's position in the concatenated files. `row_bytes`:
+    of a row in memory. `weighs_rows`: whether each row has weight 1 in a mean loss; otherwise only a batch tells.
+    `window_bytes`: of row groups that are shuffled together."""
 
     def __init__(
         self, pieces: Sequence[Piece], choice: ColumnChoice, *, classes: tuple[str, ...] | None, row_bytes: int,
@@ -128,7 +122,12 @@ class GroupSplit(Split):
         self._starts = np.concatenate([[0], np.cumsum([piece.rows for piece in self.pieces], dtype=np.int64)])
         mean = max(1, int(self._starts[-1]) * row_bytes // len(self.pieces))
         self.window = max(1, min(len(self.pieces), window_bytes // mean))
-        self._read = _GroupReader(self.pieces, self._split_of, columns=_names(choice), most=3 * self.window + 1)
+
+        def make(piece: Piece, table: Any) -> RowSplit:
+            key = f"data.path, row group {piece.group} of {piece.path}"
+            return table_split(convert(table, choice, classes=classes, key=key))
+
+        self._read = _GroupReader(self.pieces, make, columns=_names(choice), most=3 * self.window + 1)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -166,10 +165,6 @@ class GroupSplit(Split):
         return ReorderedSplit(
             read.to(device), lambda seed, epoch: GroupOrder(starts, seed=seed, epoch=epoch, window=window)
         )
-
-    def _split_of(self, piece: Piece, table: Any) -> RowSplit:
-        key = f"data.path, row group {piece.group} of {piece.path}"
-        return table_split(convert(table, self._choice, classes=self._classes, key=key))
 
 
 def joined(splits: Sequence[Any]) -> Any:

@@ -150,11 +150,6 @@ SOURCES: dict[str, type[SourceKeys]] = {
 TABLES = ("parquet", "csv", "jsonl")
 
 
-def in_memory(train: Any) -> type[SourceKeys]:
-    """The keys allowed with `data.train`: column names for a table, the vocabulary for a text, otherwise none."""
-    return TextInMemory if isinstance(train, bytes) else Columns if is_table(train) else InMemory
-
-
 def is_table(data: Any) -> bool:
     """Whether `data` is a pyarrow Table or a pandas DataFrame, without importing either."""
     return (type(data).__module__.split(".")[0], type(data).__name__) in {
@@ -175,14 +170,8 @@ def is_own(source: str) -> bool:
 
 
 def values_of(keys: Mapping[str, Any], section: type[SourceKeys], *, owner: str) -> dict[str, Any]:
-    """Return the values of all keys of a source, defaults included. Raises InputError: an unknown key, a missing one,
-    or a value of the wrong kind.
-
-    Args:
-        keys: the keys given in the job.
-        section: the keys that the source takes.
-        owner: the name of the source in messages.
-    """
+    """Return the values of all keys of a source, defaults included; messages call it `owner`. Raises InputError: an
+    unknown key, a missing one, or a value of the wrong kind."""
     known = ", ".join(section.model_fields)
     for name, key in section.model_fields.items():
         if key.is_required() and name not in keys and not set(keys) - set(section.model_fields):
@@ -230,25 +219,21 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
             raise InputError("data.source", got=f"{data.source} together with data.train", expected="only one of them")
         if isinstance(data.train, bytes) and not isinstance(data.eval, (bytes, type(None))):
             raise InputError("data.eval", got=f"a {type(data.eval).__name__}", expected="bytes, like data.train")
-        return values_of(data.keys, in_memory(data.train), owner=f"a {type(data.train).__name__} in memory")
+        kind = TextInMemory if isinstance(data.train, bytes) else Columns if is_table(data.train) else InMemory
+        return values_of(data.keys, kind, owner=f"a {type(data.train).__name__} in memory")
     if data.eval is not None:
         raise InputError(
             "data.eval", got="an object without data.train", expected="data.train with it, or data.source instead"
         )
-    if data.source is None:
-        raise InputError(
-            "data.source",
-            got="no value",
-            expected=f"one of {', '.join(SOURCES)}, module:function, or data.train",
-        )
-    if not is_own(data.source) and data.source not in SOURCES:
-        raise InputError(
-            "data.source",
-            got=data.source,
-            expected=f"one of {', '.join(SOURCES)}, or module:function",
-            remedy=suggestion(data.source, SOURCES),
-        )
-    return data.keys if is_own(data.source) else values_of(data.keys, SOURCES[data.source], owner=data.source)
+    source, names = data.source, ", ".join(SOURCES)
+    if source is None:
+        raise InputError("data.source", got="no value", expected=f"one of {names}, module:function, or data.train")
+    if is_own(source):
+        return data.keys
+    if source not in SOURCES:
+        expected = f"one of {names}, or module:function"
+        raise InputError("data.source", got=source, expected=expected, remedy=suggestion(source, SOURCES))
+    return values_of(data.keys, SOURCES[source], owner=source)
 
 
 def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None]:

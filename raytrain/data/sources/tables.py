@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -53,8 +53,14 @@ def read_pair(keys: Mapping[str, Any], *, kind: str) -> list[Any]:
     if any(label not in table.column_names for table in tables):
         return tables
     import pyarrow as pa
+    from pyarrow import compute
 
-    if kind == "jsonl" and any(_has_codes(table[label]) for table in tables):
+    has_codes = False
+    for table in tables if kind == "jsonl" else ():
+        if column_kind(table[label].type) == "number":
+            ends = compute.call_function("min_max", [table[label].cast("double", safe=False)])
+            has_codes |= any(value.is_valid and abs(value.as_py()) >= CODES_FROM for value in ends.values())
+    if has_codes:
         codes = [_whole_numbers(as_paths(keys[name]), label, key=f"data.{name}") for name in names]
         if all(one is not None for one in codes):
             pairs = zip(tables, codes, strict=True)
@@ -95,15 +101,6 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str, text: Sequence[str
     if not table.num_rows:
         raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return table
-
-
-def _has_codes(column: Any) -> bool:
-    from pyarrow import compute
-
-    if column_kind(column.type) != "number":
-        return False
-    ends = compute.call_function("min_max", [column.cast("double", safe=False)])
-    return any(value.is_valid and abs(value.as_py()) >= CODES_FROM for value in ends.values())
 
 
 def _whole_numbers(paths: Sequence[str], name: str, *, key: str) -> list[str | None] | None:
@@ -158,17 +155,24 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
 def csv_as_text(filesystem: Any, path: str) -> dict[str, Any]:
     """Options of pyarrow's readers of CSV with which every cell is the text that the file has: null where there is
     nothing, "" where there are quotes around nothing."""
-    import pyarrow as pa
     from pyarrow import csv
 
     parse = csv.ParseOptions(newlines_in_values=True)
     with opened_stream(filesystem, path) as stream:
         names = csv.open_csv(stream, parse_options=parse).schema.names
+    return csv_texts(names)
+
+
+def csv_texts(names: Iterable[str]) -> dict[str, Any]:
+    """Options of pyarrow's readers of CSV with which these columns are texts, and null only without quotes."""
+    import pyarrow as pa
+    from pyarrow import csv
+
     convert = csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True,
         quoted_strings_can_be_null=False,
     )  # fmt: skip
-    return {"parse_options": parse, "convert_options": convert}
+    return {"parse_options": csv.ParseOptions(newlines_in_values=True), "convert_options": convert}
 
 
 def csv_kinds(column: Any, among: Sequence[str] = CSV_KINDS, *, label: bool = False) -> list[str]:
@@ -395,6 +399,8 @@ class TableColumns:
 def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None, key: str) -> TableColumns:
     """Convert the chosen columns to arrays: x float32, labels int64 (classes) or float32, lists unchanged. Raises
     InputError: a missing value, NaN or infinity; the message names column and row."""
+    from pyarrow import compute, types
+
     columns = TableColumns()
     for name in (*choice.stacked, *choice.named):
         if column_kind(table.schema.field(name).type) == "other":
@@ -410,7 +416,15 @@ def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None
         elif is_nested(kind):
             columns.dense[name] = _nested(table[name], name, key=key)
         else:
-            _lists(table, name, columns, key=key)
+            check_present(table[name], name, key=key)
+            flat = compute.call_function("list_flatten", [table[name]])  # by name: pyarrow makes them at import
+            lengths = compute.call_function("list_value_length", [table[name]]).to_numpy()
+            offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            values = _numbers(flat, name, key=key, offsets=offsets)
+            if types.is_fixed_size_list(kind):
+                columns.dense[name] = values.reshape(table.num_rows, -1)
+            else:
+                columns.ragged[name] = (values, offsets)
     if choice.label is not None:
         columns.dense["labels"] = _labels(table, choice.label, classes=classes, key=key)
     return columns
@@ -452,22 +466,6 @@ def check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | Non
             expected="a value in every row",
             remedy="rows are numbered from 0; fill in these values or remove the rows",
         )
-
-
-def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
-    """Add a list column to `columns`: dense (rows, L) if the type fixes the length, otherwise ragged."""
-    from pyarrow import compute, types
-
-    column = table[name]
-    check_present(column, name, key=key)
-    flat = compute.call_function("list_flatten", [column])  # by name: pyarrow generates its functions at import
-    lengths = compute.call_function("list_value_length", [column]).to_numpy()
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    values = _numbers(flat, name, key=key, offsets=offsets)
-    if types.is_fixed_size_list(column.type):
-        columns.dense[name] = values.reshape(table.num_rows, -1)
-    else:
-        columns.ragged[name] = (values, offsets)
 
 
 def _nested(column: Any, name: str, *, key: str) -> np.ndarray:

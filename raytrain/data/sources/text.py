@@ -200,18 +200,9 @@ def text_source(
     key: str = "data.path",
     same_labels: bool = False,
 ) -> Source:
-    """Return a source of text in memory.
-
-    Args:
-        text: UTF-8, or any bytes with the byte vocabulary.
-        context: tokens per window.
-        vocabulary: "bytes" or "chars" (all characters of both texts).
-        eval_fraction: fraction of the tokens, from the end, held out for evaluation; 0 = none.
-        eval_text: a separate text for evaluation instead.
-        origin: a short description of the text for messages.
-        key: the config key that errors name.
-        same_labels: labels are the input_ids (`TextSplit`).
-    """
+    """Return a source of text in memory: UTF-8, or any bytes with the vocabulary "bytes"; "chars" are all characters of
+    both texts. Without `eval_text`, the last `eval_fraction` of the tokens is held out. `same_labels`: see
+    `TextSplit`."""
     from raytrain.data.rows.splits import TextSplit
 
     length = check_context(context)

@@ -154,18 +154,12 @@ def _without_device(message: StagePass) -> StagePass:
 
 
 class ReplicaPlaces:
-    """One placement group for each replica, with a bundle for each of its processes.
+    """One placement group for each replica, with a bundle for each of its processes, which are stages, or a worker and
+    its `hosts` of experts.
 
     Stages that Ray places one by one could leave two replicas with half of their stages each, which wait for each
-    other. Replicas beyond the first that find no room are placed as soon as there is some. Raises RunError: the cluster
-    has no room for them within `ROOM_S`.
-
-    Args:
-        stages: of a replica, or other processes.
-        cpus, gpus, accelerator: Ray resources of each, and the type of its GPU.
-        at_once: replicas that must have room before the job begins.
-        hosts: of experts, which all processes of a replica but the first are; 0 where they are stages.
-    """
+    other. `at_once` replicas must have room within `ROOM_S` (else RunError); more are placed as soon as there is
+    some."""
 
     def __init__(
         self, replicas: int, stages: int, *, cpus: float, gpus: float, accelerator: str | None, at_once: int,

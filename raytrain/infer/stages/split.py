@@ -87,7 +87,8 @@ def load_stage(model: InferenceModel, split: StageSplit, stage: int, device: tor
     check_weights(module, stored)
     reader = fill_stage(module, stored, split.plan, stage, device=device)
     model.halve(module)  # a head that is tied to an embedding
-    made = ModelStage(module, split.plan, stage, device=device, autocast=model.on(str(device)).autocast())
+    autocast = replace(model, device=str(device)).autocast()
+    made = ModelStage(module, split.plan, stage, device=device, autocast=autocast)
     made.bytes_read = reader.bytes_read
     return made
 
@@ -128,16 +129,9 @@ class StageTimes:
 
 
 class StagePipeline:
-    """Takes passes through the stages of a replica; any number of threads may call it at the same time: while one's
-    pass is in a stage, those of others are in the stages before and after it.
-
-    Args:
-        here: the stages in this process, the first ones.
-        beyond: computes the others, in processes of their own.
-        stages: how many there are.
-        threads: CPU threads of a stage; None leaves torch's.
-        close: called at the end.
-    """
+    """Takes passes through the stages of a replica: the first ones `here`, the others `beyond`, in processes of their
+    own. Any number of threads may call it: while one's pass is in a stage, those of others are in stages before and
+    after it."""
 
     def __init__(
         self, here: Sequence[ModelStage], beyond: Callable[[StagePass], StagePass] | None = None, *, stages: int,

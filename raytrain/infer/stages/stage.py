@@ -276,24 +276,15 @@ class _CutReached(Exception):
 
 
 class ModelStage:
-    """The parts of one stage. Only one thread may call `run`.
-
-    Args:
-        module: the whole model, in which only this stage's tensors have memory (`fill_stage`).
-        plan, stage: what it holds.
-        autocast: a context for each pass.
-
-    Attributes:
-        busy_s: seconds in `run` so far.
-        bytes_read: from the files of its weights.
-    """
+    """The parts of one stage of `module`, the whole model, in which only this stage's tensors have memory
+    (`fill_stage`). `autocast`: a context for each pass. Only one thread may call `run`."""
 
     def __init__(
         self, module: nn.Module, plan: StagePlan, stage: int, *, device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         self.module, self.plan, self.stage, self.device, self.autocast = module, plan, stage, device, autocast
-        self.busy_s, self.bytes_read = 0.0, 0
+        self.bytes_read = 0
         self._now = StagePass()
         self._noted: dict[str, Structure] = {}
         self._caches: dict[int, Any] = {}
@@ -340,7 +331,7 @@ class ModelStage:
         try:
             make_current(self.device)
             made = self._forward(message)
-            return replace(made, seconds=(*message.seconds, self._seconds_since(began)))
+            return replace(made, seconds=(*message.seconds, seconds_of(self.device) - began))
         except Exception as error:  # of the model or of a row: it belongs to the caller
             short = is_out_of_memory(error, device=self.device)
             if isinstance(error, torch.AcceleratorError) and not short:
@@ -349,15 +340,10 @@ class ModelStage:
             let_go(error, self.device)
             if message.cache is not None:
                 self._caches.pop(message.cache.number, None)
-            seconds = (*message.seconds, self._seconds_since(began))
+            seconds = (*message.seconds, seconds_of(self.device) - began)
             return StagePass(ended=message.ended, seconds=seconds, error=(short, text))
         finally:
             self._now = StagePass()
-
-    def _seconds_since(self, began: float) -> float:
-        seconds = seconds_of(self.device) - began
-        self.busy_s += seconds
-        return seconds
 
     def _forward(self, message: StagePass) -> StagePass:
         self._now = to_device(message, self.device)

@@ -51,13 +51,9 @@ class StoredWeights:
 
 
 def find_weights(path: str, *, key: str) -> StoredWeights:
-    """The weights at `path`. Raises InputError: `path` is none of these, or a file is missing or unreadable.
-
-    Args:
-        path: a run folder (its exported weights, else its latest complete checkpoint), a checkpoint folder, a folder
-            that transformers' `save_pretrained` wrote (one file or several with an index), or one safetensors file.
-        key: the key that errors name.
-    """
+    """The weights at `path`: a run folder (its exported weights, else its latest complete checkpoint), a checkpoint
+    folder, a folder that transformers' `save_pretrained` wrote (one file or several with an index), or one safetensors
+    file. Raises InputError, naming `key`: it is none of these, or a file is missing or unreadable."""
     try:
         folder, name = split(path)
         if name.endswith(SUFFIX):
@@ -65,18 +61,13 @@ def find_weights(path: str, *, key: str) -> StoredWeights:
             if store.exists(name):
                 return _from_files(store, [name], origin=path, key=key)
             raise InputError(key, got=f"no file at {path}", expected=EXPECTED)
-        return _from_folder(_follow_latest(path), path, key=key)
+        store = open_store(path)
+        if name == "latest" and not store.is_local and not store.entries("") and store.exists(""):
+            # in an object store a file that holds the name of a folder
+            store = open_store(join(folder, store.read_bytes("").decode().strip()))
+        return _from_folder(store, path, key=key)
     except (OSError, ValueError) as error:
         raise InputError(key, got=f"{path}, which cannot be read: {first_line(error)}", expected=EXPECTED) from error
-
-
-def _follow_latest(path: str) -> Store:
-    """The folder. In an object store `latest` is a file that holds the name of a folder."""
-    store = open_store(path)
-    folder, name = split(path)
-    if name == "latest" and not store.is_local and not store.entries("") and store.exists(""):
-        return open_store(join(folder, store.read_bytes("").decode().strip()))
-    return store
 
 
 def _from_folder(store: Store, path: str, *, key: str) -> StoredWeights:

@@ -22,8 +22,13 @@ SECTIONS = {"experts": "the section", "loop": "another"}
 
 def test_keys_sections_and_source_facts_become_arguments() -> None:
     assert call_builder(plain, {"size": 1}, sections=SECTIONS) == (1, 2, 0, "the section")
-    assert call_builder(plain, {"size": 1}, sections=SECTIONS, vocab_size=65)[2] == 65
-    assert call_builder(plain, {"size": 1, "vocab_size": 9}, sections={}, vocab_size=65) == (1, 2, 9, None)
+    assert call_builder(plain, {"size": 1}, sections=SECTIONS, source_facts={"vocab_size": 65})[2] == 65
+    assert call_builder(plain, {"size": 1, "vocab_size": 9}, sections={}, source_facts={"vocab_size": 65}) == (
+        1,
+        2,
+        9,
+        None,
+    )
     assert call_builder(plain, {"size": 1, "experts": 4}, sections=SECTIONS)[3] == 4
     facts = {"vocab_size": None, "num_features": 784}
     assert call_builder(plain, {"size": 1}, sections={}, source_facts=facts)[2] == 0
@@ -36,7 +41,10 @@ def test_a_function_with_keywords_accepts_every_key_but_no_whole_section() -> No
     def anything(size: int, **more: Any) -> Any:
         return size, more
 
-    assert call_builder(anything, {"size": 1, "b": 2}, sections=SECTIONS, vocab_size=3) == (1, {"b": 2})
+    assert call_builder(anything, {"size": 1, "b": 2}, sections=SECTIONS, source_facts={"vocab_size": 3}) == (
+        1,
+        {"b": 2},
+    )
 
 
 @pytest.mark.parametrize(
