@@ -29,10 +29,6 @@ from raytrain.train.precision import HIGHER_PRECISION
 from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 
-# ---------------------------------------------------------------- failure policy
-# The failure rules: pure functions from the recorded faults to a decision.
-
-
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is a mistake in the code.
 OPERATION_ERRORS = ("RuntimeError",)
 #: Errors of a failing disk, network file system or object store; a missing file is a mistake and not among them.

@@ -25,8 +25,6 @@ from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import MirroredFolder, RunFolder
 from raytrain.runs.records import event, rate_of
 
-# ---------------------------------------------------------------- observers
-
 
 class Observers:
     """Passes rows to the observers of rank 0: instances or callables. `on_failure` is called with (name, traceback)

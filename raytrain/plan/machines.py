@@ -20,9 +20,6 @@ from raytrain.config.sections import PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
 
-# ---------------------------------------------------------------- accelerators
-
-
 PEAKS = ("fp32", "tf32", "bf16", "fp16", "memory")
 
 GPUS = {

@@ -20,10 +20,6 @@ from raytrain.report.records import Row, RunRecords, first_text, listed, mapping
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
 from raytrain.runs.records import PURPOSES
 
-# ---------------------------------------------------------------- compilation
-# What compilation was worth in a run: eager against compiled steps, and the step by which its time is made up.
-
-
 SAME = 0.03
 """A difference up to this fraction of a step is noise."""
 

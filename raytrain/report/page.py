@@ -26,9 +26,6 @@ from raytrain.report.tables import configuration, epochs, machine, plan_table, s
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join
 
-# ---------------------------------------------------------------- devices
-
-
 MOST_CURVES = 8
 """Devices drawn; of more, those whose figure is highest at the end."""
 STEADY = 0.005

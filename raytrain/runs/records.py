@@ -21,9 +21,6 @@ from typing import Any, BinaryIO
 from raytrain.errors import RunError
 from raytrain.runs.storage import ObjectStore, explained_writes, join
 
-# ---------------------------------------------------------------- records
-
-
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

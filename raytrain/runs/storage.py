@@ -23,9 +23,6 @@ from typing import Any, BinaryIO
 from cluster.preflight import is_submitted
 from raytrain.errors import InputError, RunError, first_line
 
-# ---------------------------------------------------------------- storage
-
-
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _VARIABLE = re.compile(r"(\\\$|\$(?:([A-Za-z_]\w*)|\{([^}]*)\}))", re.ASCII)
 _NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # network file systems
