@@ -366,11 +366,8 @@ class AttemptStart:
 
 
 def take_attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int:
-    """Rank 0: return the number that the driver took for these workers; after a restart by Ray, take the next free one.
-
-    Raises:
-        Superseded: another command has taken over the run folder.
-    """
+    """Rank 0: return the number that the driver took for these workers; after a restart by Ray, take the next free
+    one. Raises Superseded: another command has taken over the run folder."""
     claimed, newest = job.claimed_attempt, run.current_attempt()
     if newest > claimed and run.owner_of(newest) != job.owner:
         raise Superseded(f"attempt {newest} of another command has taken over {run.path}")

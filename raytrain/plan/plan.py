@@ -199,11 +199,8 @@ class PlanInputs:
 
 
 def make_plan(inputs: PlanInputs) -> Plan:
-    """Decides everything that can be decided before the start. Pure: the same inputs give the same plan.
-
-    Raises:
-        InputError: these machines or this data cannot provide what the job asks for; names the key.
-    """
+    """Decides everything that can be decided before the start. Pure: the same inputs give the same plan. Raises
+    InputError: these machines or this data cannot provide what the job asks for; names the key."""
     loop, optim, cluster, inventory = inputs.loop, inputs.optim, inputs.cluster, inputs.inventory
     model_facts, data_facts = inputs.model_facts, inputs.data_facts
     warnings, total = list[str](), batch.choose_global_batch(loop, data_facts)

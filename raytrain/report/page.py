@@ -59,7 +59,7 @@ def telemetry_charts(records: RunRecords, marks: Sequence[Mark] = ()) -> str:
     return f'<div class="charts devices">{inner}</div>{note}' if inner else note
 
 
-def device_curves(rows: Sequence[Row], key: str, *, starts: Mapping[object, float]) -> list[Curve]:
+def device_curves(rows: Sequence[Row], key: str, *, starts: Mapping[Any, float]) -> list[Curve]:
     """A curve over the steps for each device that reports the figure, after those of the steps that it lost. `starts`:
     attempt -> the step that it started from."""
     several = len({row.get("node") for row in rows}) > 1

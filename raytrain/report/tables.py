@@ -25,11 +25,8 @@ BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """A table, which scrolls where the page is narrow; its cells are HTML.
-
-    Args:
-        columns: (title, class) of each column; class "n" aligns numbers to the right.
-    """
+    """A table, which scrolls where the page is narrow; its cells are HTML. `columns`: (title, class) of each column;
+    class "n" aligns numbers to the right."""
     head = "".join(f'<th scope="col" class="{kind}">{esc(title)}</th>' for title, kind in columns)
     lines = (
         "".join(f'<td class="{kind}">{cell}</td>' for (_, kind), cell in zip(columns, row, strict=True)) for row in rows

@@ -452,11 +452,8 @@ class MirroredFolder:
         self.close()
 
     def close(self) -> None:
-        """Upload what has changed and remove the temporary directory; may be called twice.
-
-        Raises:
-            RunError: a file could not be uploaded.
-        """
+        """Upload what has changed and remove the temporary directory; may be called twice. Raises RunError: a file
+        could not be uploaded."""
         if self._run.is_local or self._stop.is_set():
             return
         self._stop.set()
