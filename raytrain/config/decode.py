@@ -18,10 +18,6 @@ from raytrain.config.messages import describe, join, render, section_of, unknown
 from raytrain.config.sections import PLACEHOLDER, OpenSection
 from raytrain.errors import InputError
 
-# ---------------------------------------------------------------- yaml12
-# YAML 1.2's core schema on PyYAML's parser: `load_yaml`, `load_value`, `plain_scalar`, `dump_yaml`.
-
-
 MAX_VALUES = 100_000
 """More than any job has; nested aliases reach it quickly and are refused before they fill the memory."""
 

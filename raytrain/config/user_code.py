@@ -27,12 +27,8 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def resolve(path: str, key: str) -> Callable[..., Any]:
     """The callable that "module:function" names; the working directory is searched last. `key` is the key of the job
-    that names it, for messages.
-
-    Raises:
-        InputError: not of that form, no such module or attribute, the module's own import fails, or a
-            folder of the working directory shadows one of our packages.
-    """
+    that names it, for messages. Raises InputError: not of that form, no such module or attribute, the module's own
+    import fails, or a folder of the working directory shadows one of our packages."""
     if not isinstance(path, str) or not _PATH.fullmatch(path):
         raise InputError(key, got=repr(path), expected="module:function, e.g. my_pkg.my_mod:build")
     folder = _IN_PLACE_OF.get(os.getcwd(), os.getcwd())

@@ -159,12 +159,8 @@ class CheckpointSaver(Saver):
 
 def solve_interval(*, stall_s: float, step_time_s: float, minimum: int = 1, maximum: int = MOST_STEPS) -> Resolved:
     """The shortest checkpoint interval, in steps from `minimum` to `maximum`, whose stalls take at most `STALL_BUDGET`
-    of the run time; if `maximum` exceeds it, the reason states the actual share.
-
-    Args:
-        stall_s: measured seconds for which one checkpoint blocks training.
-        step_time_s: seconds per step without checkpoints.
-    """
+    of the run time; if `maximum` exceeds it, the reason states the actual share. `stall_s`: measured seconds for which
+    one checkpoint blocks training; `step_time_s`: seconds per step without checkpoints."""
 
     def share(steps: int) -> float:
         return stall_s / (stall_s + steps * step_time_s)

@@ -29,10 +29,6 @@ from raytrain.execution.ray_private import DEATH_ERRORS, end_workers, worker_std
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
-# ---------------------------------------------------------------- death
-# Why a worker's process ended, as far as Ray, the kernel and the process itself tell.
-
-
 #: What Ray writes of the end of an actor: its process id, and its exit code where it left by itself.
 _PID, _EXIT_CODE = re.compile(r"^\s*pid: (\d+)$", re.MULTILINE), re.compile(r"\bexit code (-?\d+)")
 #: Of a process that Ray's own memory monitor ended.

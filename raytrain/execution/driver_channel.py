@@ -19,9 +19,6 @@ from cluster.ray_runtime import on_this_node
 from cluster.telemetry.processes import WORK, own_stacks, stack_of, thread_named
 from raytrain.runs.folder import RunFolder
 
-# ---------------------------------------------------------------- driver channel
-
-
 #: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
 STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
 

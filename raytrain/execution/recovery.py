@@ -29,10 +29,6 @@ from raytrain.train.precision import HIGHER_PRECISION
 from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 
-# ---------------------------------------------------------------- failure policy
-# The failure rules: pure functions from the recorded faults to a decision.
-
-
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is a mistake in the code.
 OPERATION_ERRORS = ("RuntimeError",)
 #: Errors of a failing disk, network file system or object store; a missing file is a mistake and not among them.
@@ -370,11 +366,8 @@ class AttemptStart:
 
 
 def take_attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int:
-    """Rank 0: return the number that the driver took for these workers; after a restart by Ray, take the next free one.
-
-    Raises:
-        Superseded: another command has taken over the run folder.
-    """
+    """Rank 0: return the number that the driver took for these workers; after a restart by Ray, take the next free
+    one. Raises Superseded: another command has taken over the run folder."""
     claimed, newest = job.claimed_attempt, run.current_attempt()
     if newest > claimed and run.owner_of(newest) != job.owner:
         raise Superseded(f"attempt {newest} of another command has taken over {run.path}")

@@ -25,8 +25,6 @@ from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import MirroredFolder, RunFolder
 from raytrain.runs.records import event, rate_of
 
-# ---------------------------------------------------------------- observers
-
 
 class Observers:
     """Passes rows to the observers of rank 0: instances or callables. `on_failure` is called with (name, traceback)
@@ -63,11 +61,8 @@ class Observers:
 
 
 def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
-    """Import the observers that the user names; a class is instantiated without arguments.
-
-    Raises:
-        InputError: a name cannot be imported, or its class needs arguments.
-    """
+    """Import the observers that the user names; a class is instantiated without arguments. Raises InputError: a name
+    cannot be imported, or its class needs arguments."""
     built = []
     for name in names:
         observer = resolve(name, key="telemetry.observers")
@@ -108,11 +103,8 @@ class TensorBoard:
         return writing
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones.
-
-        Raises:
-            OSError: its file could not be written, by now or earlier.
-        """
+        """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones. Raises OSError: its
+        file could not be written, by now or earlier."""
         if self._error is not None:
             raise self._error
         for name, value in row.items():
@@ -377,11 +369,8 @@ def rank_log(
     run: RunFolder, rank: int, *, print_lines: PrintLines | None, wait: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Context manager that copies this process's prints and log records to `logs/rank_00000.log` of the run folder.
-
-    Args:
-        print_lines: also receives the complete lines; set on rank 0.
-        wait: `ray.wait`, called at the end with the results of the latest calls of `print_lines`.
-    """
+    `print_lines`: also receives the complete lines; set on rank 0; `wait`: `ray.wait`, called at the end with the
+    results of the latest calls of `print_lines`."""
     name = f"rank_{rank:05d}.log"
     folder = MirroredFolder(run, "logs", resumed=(name,))
     path = os.path.join(folder.path, name)

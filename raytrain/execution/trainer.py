@@ -31,10 +31,6 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import split
 from raytrain.train.job import TrainJob
 
-# ---------------------------------------------------------------- faulty nodes
-# Nodes that a run leaves out: workers there failed more than once in the way that broken machines fail.
-
-
 #: With this many such faults, a node is left out.
 MOST_FAULTS = 2
 #: Part of the messages of CUDA and HIP for errors of the device itself (CUDA runtime API, `cudaError_t`).

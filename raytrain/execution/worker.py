@@ -78,12 +78,9 @@ from raytrain.train.state import Clock, LoopOutcome
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
-    """Entry point of a Ray Train worker; returns rank 0's result, None on the other ranks.
-
-    Args:
-        config: {"import_path", "run_path", "channel": handle of the DriverChannel actor, which keeps the pickled
-            TrainJob, "data": whether it also keeps data that the driver read}.
-    """
+    """Entry point of a Ray Train worker; returns rank 0's result, None on the other ranks. `config`: {"import_path",
+    "run_path", "channel": handle of the DriverChannel actor, which keeps the pickled TrainJob, "data": whether it also
+    keeps data that the driver read}."""
     keep_freed_memory()
     keep_parents_objects()  # the user's own datasets may fork
     pass_over_breakpoints()
@@ -115,12 +112,8 @@ def place_of(device: torch.device) -> dict[str, Any]:
 
 
 class Worker:
-    """One attempt on one worker.
-
-    Args:
-        local_rank: rank among the workers of this machine, or the index of its GPU where they share them.
-        node: Ray's id of this node, for the faults recorded here.
-    """
+    """One attempt on one worker. `local_rank`: rank among the workers of this machine, or the index of its GPU where
+    they share them; `node`: Ray's id of this node, for the faults recorded here."""
 
     def __init__(
         self, job: TrainJob, *, workers: Workers, local_rank: int, channel: Any, node: str | None = None
@@ -443,11 +436,8 @@ def fault_of(
     micro_batch: int | None = None, device: torch.device | None = None, node: str | None = None,
 ) -> Fault:  # fmt: skip
     """The record of the exception being handled. raytrain's own errors are `final`: a restart would repeat them.
-
-    Args:
-        device: the GPU whose free memory says whether a library's error means that memory ran out; None elsewhere, as
-            a CPU's error that ends an attempt was judged where it was caught.
-    """
+    `device`: the GPU whose free memory says whether a library's error means that memory ran out; None elsewhere, as a
+    CPU's error that ends an attempt was judged where it was caught."""
     passing = isinstance(error, OutOfMemory | CollectiveFailed | StateLost)
     return Fault(
         attempt, rank, step, type(error).__name__, first_line(error), traceback=printable(traceback.format_exc()),

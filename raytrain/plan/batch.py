@@ -16,9 +16,6 @@ from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved, size_text
 from raytrain.plan.facts import DataFacts
 
-# ---------------------------------------------------------------- batch
-
-
 REFERENCE_BATCH = 32
 """`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from cluster.wording import size as size_text
 
-# ---------------------------------------------------------------- choice
-
 
 @dataclass(frozen=True)
 class Resolved:

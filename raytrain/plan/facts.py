@@ -38,27 +38,20 @@ HALF_OF_FULL = 5 / 8
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model without building it on a device.
+    """What is known of a model without building it on a device; None where unknown.
 
     Bytes count the master weights (fp32: 4 bytes per parameter).
-
-    Attributes:
-        activation_bytes_per_sample: what backward needs of one row in fp32; None where unknown.
-        flops_per_sample: forward and backward of one row; None where unknown.
-        blocks: parameters of each repeated block; None where unknown.
-        recomputed_bytes_per_sample: the activations with blocks recomputed in backward; None where unknown.
-        full_bytes_per_sample: of both, what a half precision does not halve: the logits, their cross-entropy in fp32
-            and its gradient.
     """
 
     parameters: int
     trainable_bytes: int
-    activation_bytes_per_sample: int | None
-    flops_per_sample: float | None
+    activation_bytes_per_sample: int | None  # what backward needs of one row in fp32
+    flops_per_sample: float | None  # forward and backward of one row
     reason: str
     experts: ExpertFacts | None = None
-    blocks: tuple[int, ...] | None = None
-    recomputed_bytes_per_sample: int | None = None
+    blocks: tuple[int, ...] | None = None  # parameters of each repeated block
+    recomputed_bytes_per_sample: int | None = None  # the activations with blocks recomputed in backward
+    # of both, what a half precision does not halve: the logits, their cross-entropy in fp32 and its gradient
     full_bytes_per_sample: int = 0
 
     def row_bytes(self, dtype: str, *, recomputed: bool) -> int | None:
@@ -94,14 +87,7 @@ def scaled_bytes(size: int, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of a source without reading all of it: rows, bytes, and tokens per row where it has tokens.
-
-    `kind` says how its rows are read: "memory" (all are in host memory), "items" (one by one from a map-style dataset)
-    or "groups" (from files, one row group at a time).
-
-    `varies`: items differ from one reading to the next, as with random transforms. `item_s`: seconds to read an item;
-    None if that was not measured.
-    """
+    """What is known of a source without reading all of it: rows, bytes, and tokens per row where it has tokens."""
 
     train_rows: int
     eval_rows: int
@@ -110,9 +96,9 @@ class DataFacts:
     total_bytes: int
     vocab_size: int | None
     reason: str
-    kind: str = "memory"
-    varies: bool = False
-    item_s: float | None = None
+    kind: str = "memory"  # all are in memory; "items": read one by one from a map-style dataset, "groups": row groups
+    varies: bool = False  # items differ from one reading to the next, as with random transforms
+    item_s: float | None = None  # seconds to read an item, if measured
 
     @classmethod
     def of_rows(

@@ -20,9 +20,6 @@ from raytrain.config.sections import PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
 
-# ---------------------------------------------------------------- accelerators
-
-
 PEAKS = ("fp32", "tf32", "bf16", "fp16", "memory")
 
 GPUS = {
@@ -60,11 +57,8 @@ def of_ray(inventory: Inventory) -> bool:
 
 def ray_type(text: str, nodes: Sequence[Node], inventory: Inventory, *, key: str) -> str | None:
     """Ray's spelling of the accelerator type that the `key` names, which `nodes` have; None where no type has to be
-    required, as all GPUs of the cluster are of it. Without a cluster, `text` itself.
-
-    Raises:
-        InputError: the nodes have several such types, or Ray knows none of them.
-    """
+    required, as all GPUs of the cluster are of it. Without a cluster, `text` itself. Raises InputError: the nodes have
+    several such types, or Ray knows none of them."""
     if not of_ray(inventory):
         return text
     exact = {name for node in nodes for name in node.accelerators if name.casefold() == text.casefold()}
@@ -382,12 +376,8 @@ CPU_OVERLOAD = 4
 def count_workers(
     scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int, warnings: list[str]
 ) -> Resolved:
-    """The number of training processes.
-
-    Raises:
-        InputError: more workers than GPUs, than `CPU_OVERLOAD` per core or than rows of a global batch, or a number
-            that contradicts the mode.
-    """
+    """The number of training processes. Raises InputError: more workers than GPUs, than `CPU_OVERLOAD` per core or
+    than rows of a global batch, or a number that contradicts the mode."""
     if isinstance(scale.workers, tuple):
         # `scale.workers: [min, max]`: as many as there are GPUs for them, on CPUs cores, of which each takes
         # `scale.threads` of one node.

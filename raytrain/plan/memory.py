@@ -233,12 +233,8 @@ def check_limit(
     limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool,
     hosts: Resolved | None = None, shards: int = 1, one_row: Choice | None = None, key: str = "cluster.memory_limit",
 ) -> None:  # fmt: skip
-    """Refuses a memory limit, set by `key`, below what a worker certainly needs.
-
-    Args:
-        hosts: where the experts are; None: in the workers.
-        one_row: the estimate for a worker with one row, for the message.
-    """
+    """Refuses a memory limit, set by `key`, below what a worker certainly needs. `hosts`: where the experts are; None:
+    in the workers; `one_row`: the estimate for a worker with one row, for the message."""
     away = hosts is not None and hosts.value not in ("none", 0)
     parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, remote=away, shards=shards)
     least = sum(parts.values())
@@ -342,12 +338,9 @@ def micro_batch_under_fsdp(loop: LoopConfig, batches: Mapping[str, Resolved]) ->
 
 
 def gathered_bytes(facts: ModelFacts, *, dtype: str, overlap: bool = False) -> int | None:
-    """Bytes that are unsharded on each worker at its peak: weights and gradients of one block and of everything outside
-    the blocks, and the block's gradient once more while it is reduced. None where the blocks are unknown.
-
-    Args:
-        overlap: the next block is gathered meanwhile (on GPUs): its weights count too.
-    """
+    """Bytes that are unsharded on each worker at its peak: weights and gradients of one block and of everything
+    outside the blocks, and the block's gradient once more while it is reduced. None where the blocks are unknown.
+    `overlap`: the next block is gathered meanwhile (on GPUs): its weights count too."""
     if not facts.blocks:
         return None
     master = 8 if dtype == "fp64" else 4

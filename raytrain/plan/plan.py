@@ -21,64 +21,12 @@ from raytrain.config.sections import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan.batch import (
-    DataRoom,
-    choose_batches,
-    choose_global_batch,
-    choose_length,
-    choose_loaders,
-    choose_lr,
-    choose_saving,
-    choose_storage,
-    choose_warmup,
-    defer_micro_batch,
-    one_worker_for_whole,
-    resident_bytes,
-    rows_read,
-)
+from raytrain.plan import batch, expert_hosts, memory, speed
+from raytrain.plan import machines as devices
 from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json, reason_of, value_text
-from raytrain.plan.expert_hosts import (
-    choose_auto_hosts,
-    choose_hosts,
-    choose_inflight,
-    choose_overlap,
-    choose_strategy,
-    choose_sync_batchnorm,
-    divided_pools,
-    gpus_of_hosts,
-    hosts_by_node,
-    leave_gpus_to_hosts,
-    number_of_hosts,
-)
 from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.plan.machines import (
-    DevicePool,
-    allowed_bytes,
-    choose_devices,
-    choose_fp32_layers,
-    choose_placement,
-    choose_precision,
-    choose_threads,
-    cores_of,
-    count_workers,
-    share_gpus,
-    spread,
-    warn_of_lesser_devices,
-    warn_of_mixed_gpus,
-)
-from raytrain.plan.memory import (
-    ShareOut,
-    advise_activation_checkpointing,
-    check_limit,
-    estimate_bytes,
-    micro_batch_under_fsdp,
-    precision_under_fsdp,
-    reason_to_measure,
-    refuse_unmeasured,
-    warn_over_budget,
-)
+from raytrain.plan.machines import DevicePool, allowed_bytes, spread
 from raytrain.plan.shares import choose_shares, splits
-from raytrain.plan.speed import choose_speed
 from raytrain.runs.storage import join
 
 
@@ -214,7 +162,7 @@ class PlanInputs:
     model_facts: ModelFacts | None
     data_facts: DataFacts | None
     name: str = "run"
-    share_out: ShareOut | None = None
+    share_out: memory.ShareOut | None = None
     compile_missing: str | None = None
 
     @property
@@ -229,7 +177,7 @@ class PlanInputs:
         self, machines: DevicePool, precision: Choice, *, workers: int, hosts: Resolved, rows: int, resident: int = 0
     ) -> dict[str, Choice]:
         """`estimate_bytes` of this job, with `rows` whose activations a worker keeps at the same time."""
-        return estimate_bytes(
+        return memory.estimate_bytes(
             self.model_facts, self.optim, precision=precision, micro=rows, resident=resident, on_gpu=machines.on_gpu,
             workers=workers, hosts=hosts, share_out=self.share_out, sharded=self.sharded, recomputed=self.recomputed,
         )  # fmt: skip
@@ -237,80 +185,86 @@ class PlanInputs:
     def fits(self, machines: DevicePool, precision: Choice, hosts: Any, workers: int) -> bool:
         """Whether a layout of the experts is within what `cluster.memory_fraction` and `memory_limit` allow, by the
         estimate; True where that is unknown."""
-        own, theirs = divided_pools(machines, hosts, self.inventory)
+        own, theirs = expert_hosts.divided_pools(machines, hosts, self.inventory)
         given = self.loop.micro_batch_size
         # an `auto` micro-batch is made as small as the memory needs
-        rows = 1 if given == "auto" else choose_global_batch(self.loop, None) if given == "whole" else given
+        rows = 1 if given == "auto" else batch.choose_global_batch(self.loop, None) if given == "whole" else given
         found = self.estimate(machines, precision, workers=workers, hosts=Resolved(hosts, ""), rows=rows)
         needed, of_host = (found[name].value_or(None) or 0 for name in ("memory", "host_memory"))
         allowed = allowed_bytes(self.cluster, own, self.inventory, workers=workers)
         if not machines.on_gpu:  # all processes of a node share its memory
-            return allowed is None or needed + of_host * number_of_hosts(hosts) // workers <= allowed
+            return allowed is None or needed + of_host * expert_hosts.number_of_hosts(hosts) // workers <= allowed
         room = allowed_bytes(self.cluster, theirs, self.inventory, workers=1)
         return (allowed is None or needed <= allowed) and (room is None or of_host <= room)
 
 
 def make_plan(inputs: PlanInputs) -> Plan:
-    """Decides everything that can be decided before the start. Pure: the same inputs give the same plan.
-
-    Raises:
-        InputError: these machines or this data cannot provide what the job asks for; names the key.
-    """
+    """Decides everything that can be decided before the start. Pure: the same inputs give the same plan. Raises
+    InputError: these machines or this data cannot provide what the job asks for; names the key."""
     loop, optim, cluster, inventory = inputs.loop, inputs.optim, inputs.cluster, inputs.inventory
     model_facts, data_facts = inputs.model_facts, inputs.data_facts
-    warnings, total = list[str](), choose_global_batch(loop, data_facts)
-    scale, why_one = one_worker_for_whole(inputs.scale, loop)
+    warnings, total = list[str](), batch.choose_global_batch(loop, data_facts)
+    scale, why_one = batch.one_worker_for_whole(inputs.scale, loop)
     inputs = replace(inputs, scale=scale)
 
-    machines = share_gpus(scale, choose_devices(scale, inventory, warnings), inputs.experts_hosts, warnings)
-    alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    machines = devices.share_gpus(
+        scale, devices.choose_devices(scale, inventory, warnings), inputs.experts_hosts, warnings
+    )
+    alone = devices.count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     alone = replace(alone, reason=why_one or alone.reason)
     requested, why_hosts = inputs.experts_hosts, None
     if requested == "auto" and scale.strategy not in ("data_parallel", "fsdp"):
-        fits = partial(inputs.fits, machines, choose_precision(inputs.precision, machines, inventory, []))
-        chosen = choose_auto_hosts(model_facts, scale, machines, workers=alone.value, fits=fits)
+        fits = partial(inputs.fits, machines, devices.choose_precision(inputs.precision, machines, inventory, []))
+        chosen = expert_hosts.choose_auto_hosts(model_facts, scale, machines, workers=alone.value, fits=fits)
         requested, why_hosts = chosen.value, chosen.reason
-    workers = leave_gpus_to_hosts(alone, requested, scale, machines, inventory)
-    hosts = choose_hosts(requested, scale, machines, inventory, workers=workers.value)
+    workers = expert_hosts.leave_gpus_to_hosts(alone, requested, scale, machines, inventory)
+    hosts = expert_hosts.choose_hosts(requested, scale, machines, inventory, workers=workers.value)
     hosts = replace(hosts, reason=why_hosts or hosts.reason)
-    left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
+    left = machines.without(expert_hosts.gpus_of_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(inputs, machines, left, workers, hosts, warnings)
     precision = choices["precision"]
 
-    length = choose_length(loop, global_batch=total, data_facts=data_facts, drop_last=inputs.data.drop_last)
+    length = batch.choose_length(loop, global_batch=total, data_facts=data_facts, drop_last=inputs.data.drop_last)
     parts = splits(scale, workers=workers.value, hosts=hosts)
-    batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
-    inflight = choose_inflight(inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
+    batches = batch.choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
+    inflight = expert_hosts.choose_inflight(
+        inputs.experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings
+    )
 
     # Rows whose activations a worker keeps at the same time: those of each micro-batch in flight.
     most = 1 if inflight is None else inflight.value
     rows = batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
     estimate = partial(inputs.estimate, machines, precision, workers=workers.value, hosts=hosts)
     one_row, shards = estimate(rows=1)["memory"], workers.value if inputs.sharded else 1
-    check_limit(
+    memory.check_limit(
         cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, one_row=one_row,
         recomputed=inputs.recomputed, shards=shards,
     )  # fmt: skip
     allowed = allowed_bytes(cluster, left, inventory, workers=workers.value)
     kept = _data_choices(inputs, allowed, estimate(rows=rows)["memory"], left, workers, warnings)
-    estimates = estimate(rows=rows, resident=resident_bytes(data_facts, kept))
-    doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
+    estimates = estimate(rows=rows, resident=batch.resident_bytes(data_facts, kept))
+    doubt = memory.reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     fixed = inputs.sharded or "sync_batchnorm" in choices
-    updated = micro_batch_under_fsdp(loop, batches) if fixed else defer_micro_batch(loop, batches, doubt=doubt)
-    warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not fixed and updated is not batches)
-    warnings += advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
+    updated = (
+        memory.micro_batch_under_fsdp(loop, batches) if fixed else batch.defer_micro_batch(loop, batches, doubt=doubt)
+    )
+    warnings += memory.warn_over_budget(
+        allowed, estimates["memory"], one_row, measured=not fixed and updated is not batches
+    )
+    warnings += memory.advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
 
     return Plan(
         **choices, **updated, **length, **estimates, **kept,
         shares=choose_shares(scale, loop, left, inventory, {**choices, **batches}, hosts=hosts),
-        fp32_layers=choose_fp32_layers(inputs.precision, precision, warnings),
+        fp32_layers=devices.choose_fp32_layers(inputs.precision, precision, warnings),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
-        warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
-        **choose_speed(
+        warmup_steps=batch.choose_warmup(optim, length["max_steps"], warnings),
+        lr=batch.choose_lr(optim, global_batch=total),
+        **speed.choose_speed(
             loop, optim, machines, choices["strategy"], max_steps=length["max_steps"],
             missing=inputs.compile_missing, warnings=warnings,
         ),
-        **choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
+        **batch.choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
         hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {inputs.seed}"),
         files=Resolved(join(inputs.save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
@@ -323,17 +277,17 @@ def _machine_choices(
 ) -> dict[str, Choice]:
     """Choices that depend only on the machines and the number of workers; `left` excludes the GPUs of expert hosts."""
     scale, inventory = inputs.scale, inputs.inventory
-    warnings += warn_of_lesser_devices(inputs.cluster, machines, inventory)
+    warnings += devices.warn_of_lesser_devices(inputs.cluster, machines, inventory)
     if scale.shares == "equal":
-        warn_of_mixed_gpus(left, warnings)
-    refuse_unmeasured(scale, inputs.precision)
-    by_device = choose_precision(inputs.precision, machines, inventory, warnings)
+        devices.warn_of_mixed_gpus(left, warnings)
+    memory.refuse_unmeasured(scale, inputs.precision)
+    by_device = devices.choose_precision(inputs.precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
-    other_processes = hosts_by_node(hosts, counts, machines, inventory)
+    other_processes = expert_hosts.hosts_by_node(hosts, counts, machines, inventory)
     whole = machines.per_gpu == 1
     nccl = whole and machines.on_gpu
-    overlap = choose_overlap(scale, hosts, workers=workers.value, nccl=nccl, warnings=warnings)
-    synced = choose_sync_batchnorm(scale, hosts, workers=workers.value, warnings=warnings)
+    overlap = expert_hosts.choose_overlap(scale, hosts, workers=workers.value, nccl=nccl, warnings=warnings)
+    synced = expert_hosts.choose_sync_batchnorm(scale, hosts, workers=workers.value, warnings=warnings)
     why_gloo = "through the host, as NCCL refuses two processes on one GPU" if machines.on_gpu else "CPU tensors"
     shared = f"scale.gpus_per_worker: {machines.per_gpu} processes share each GPU, for development; slower than one"
     return {
@@ -341,14 +295,16 @@ def _machine_choices(
         "device": machines.device,
         "accelerator": machines.accelerator,
         "workers": workers,
-        "placement": choose_placement(counts, machines),
-        "strategy": choose_strategy(scale, hosts, workers=workers.value),
+        "placement": devices.choose_placement(counts, machines),
+        "strategy": expert_hosts.choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if nccl else Resolved("gloo", why_gloo),
         **({} if whole else {"processes_per_gpu": Resolved(machines.per_gpu, shared)}),
         **({} if overlap is None else {"overlap": overlap}),
         **({} if synced is None else {"sync_batchnorm": synced}),
-        "threads": choose_threads(scale, counts, machines, inventory, warnings, other_processes=other_processes),
-        "precision": precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
+        "threads": devices.choose_threads(
+            scale, counts, machines, inventory, warnings, other_processes=other_processes
+        ),
+        "precision": memory.precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
     }
 
 
@@ -360,11 +316,11 @@ def _data_choices(
     without data."""
     data, facts, model_facts = inputs.data, inputs.data_facts, inputs.model_facts
     whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
-    room = DataRoom(allowed, model_bytes=model_bytes.value_or(None), whole=whole, on_gpu=left.on_gpu)
-    counts, cores = spread(workers.value, left, inputs.inventory), cores_of(inputs.inventory)
-    loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
-    reads = rows_read(inputs.loop)
-    kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings, reads=reads)
+    room = batch.DataRoom(allowed, model_bytes=model_bytes.value_or(None), whole=whole, on_gpu=left.on_gpu)
+    counts, cores = spread(workers.value, left, inputs.inventory), devices.cores_of(inputs.inventory)
+    loaders = batch.choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
+    reads = batch.rows_read(inputs.loop)
+    kept = batch.choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings, reads=reads)
     if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
         loaders = Resolved(0, "rows are kept in memory")
     return {**kept, "loader_workers": loaders}

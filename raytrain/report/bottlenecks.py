@@ -16,9 +16,6 @@ from raytrain.config.messages import abbreviated, advice
 from raytrain.report.figures import compile_gain, outcome, time_account
 from raytrain.report.records import Row, RunRecords, number, percentile
 
-# ---------------------------------------------------------------- finding
-
-
 Severity = Literal["error", "warning", "info", "good"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "good")
 
@@ -33,9 +30,6 @@ class Finding:
     evidence: str
     remedy: str = ""
     options: tuple[str, ...] = ()
-
-
-# ---------------------------------------------------------------- speed
 
 
 #: A step waits for data this much of its time: without the wait the run would be 1 / (1 - 0.15) = 18 % faster.

@@ -220,7 +220,11 @@ def _bands(
         start = (places[index - 1] + place) / 2 if index else 0.0
         end = (place + places[index + 1]) / 2 if index + 1 < len(places) else 100.0
         side = "r" if place > 50 else "l"
-        rows = "".join(_reading(curve, step, write) for curve in curves)
+        rows = ""  # of each curve the value at its last point up to the step
+        for curve in curves:
+            if at_least := bisect_right(curve.points, step, key=lambda point: point[0]):
+                value = write(curve.points[at_least - 1][1])
+                rows += f'<br><i class="key {curve.colour}"></i>{esc(curve.label)} {esc(value)}'
         hair = 100 * (place - start) / (end - start) if end > start else 0
         near = [mark.label for mark in marks if start <= frame.x(mark.x) / 10 < end]
         events = "".join(f"<br>{esc(label)}" for label in near[:2])
@@ -229,11 +233,3 @@ def _bands(
             f'<i style="left:{hair:.1f}%"></i><span class="tip">{esc(at(step))}{rows}{events}</span></div>'
         )
     return "".join(out)
-
-
-def _reading(curve: Curve, step: float, write: Callable[[float], str]) -> str:
-    """The tooltip line of a curve: its value at the last point up to `step`."""
-    index = bisect_right(curve.points, step, key=lambda point: point[0]) - 1
-    if index < 0:
-        return ""
-    return f'<br><i class="key {curve.colour}"></i>{esc(curve.label)} {esc(write(curve.points[index][1]))}'

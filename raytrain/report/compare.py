@@ -8,13 +8,13 @@ from itertools import zip_longest
 from typing import Any
 from urllib.parse import quote
 
-from cluster.wording import loss_text, measured, rate_text, seconds, size
+from cluster.wording import loss_text
 from raytrain.report.charts import Curve, chart, smoothed
 from raytrain.report.figures import summarise
 from raytrain.report.page import TONES
 from raytrain.report.records import RunRecords, read_records, series
 from raytrain.report.style import card, esc, finding, page
-from raytrain.report.tables import label, shown, table
+from raytrain.report.tables import figure, label, shown, table
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store
 
@@ -137,7 +137,9 @@ def _figures(summaries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
         summaries = [{key: row[key] for key in row if not key.startswith("samples_per_s")} for row in summaries]
     rows = []
     for key in (*_RESULTS, *_REST):
-        cells = [_cell(key, summary) for summary in summaries]
+        cells = [figure(key, summary.get(key)) for summary in summaries]
+        if key == "status":
+            cells = [f'<span class="badge {TONES.get(cell, "")}">{cell}</span>' for cell in cells]
         if set(cells) == {"-"} or (key in _REST and len(set(cells)) == 1):
             continue
         relative = (_relative(key, summary, summaries[0]) for summary in summaries)
@@ -161,22 +163,3 @@ def _relative(key: str, summary: dict[str, Any], first: dict[str, Any]) -> str:
         return ""
     better = (change < 0) == (key in _LESS_IS_BETTER)
     return f' <span class="badge {"good" if better else "error"}">{change:+.0%}</span>'
-
-
-def _cell(key: str, summary: dict[str, Any]) -> str:
-    value = summary.get(key)
-    if key == "status":
-        return f'<span class="badge {TONES.get(str(value), "")}">{esc(value)}</span>'
-    if value is None:
-        return "-"
-    if not isinstance(value, int | float):
-        return shown(value)
-    if "_per_s" in key:
-        return esc(rate_text(value))
-    if key.endswith("_loss"):
-        return esc(loss_text(value))
-    if key == "accuracy":
-        return f"{value:.2%}"
-    if key.endswith("_s") or "_ms_" in key:
-        return esc(seconds(value / 1000 if "_ms_" in key else value))
-    return esc(size(value) if key.endswith("_bytes") else measured(value))

@@ -20,10 +20,6 @@ from raytrain.report.records import Row, RunRecords, first_text, listed, mapping
 from raytrain.runs.faults import CLUSTER_LOST, RAY_FAILED
 from raytrain.runs.records import PURPOSES
 
-# ---------------------------------------------------------------- compilation
-# What compilation was worth in a run: eager against compiled steps, and the step by which its time is made up.
-
-
 SAME = 0.03
 """A difference up to this fraction of a step is noise."""
 
@@ -364,7 +360,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
     accuracies = values(records.evals, "accuracy") or values(records.train, "accuracy")
     best_step, best_loss = best_eval(records) or (None, None)
     is_text = records.vocab_size is not None and bool(values(records.train, "tokens_per_s"))
-    perplexed = is_text and best_loss is not None and best_loss < MOST_LOSS
+    perplexity = math.exp(best_loss) if is_text and best_loss is not None and best_loss < MOST_LOSS else None
     first = records.train[0] if records.train else {}
     (first_experts, last_experts), loads = expert_counts(records), loads_of(records)
     found: dict[str, Any] = {
@@ -400,7 +396,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "first_loss": number(first.get("loss")) if first.get("step") == 1 else None,
         "final_loss": losses[-1] if losses else number(result.get("final_loss")),
         "best_eval_loss": number(result.get("best_eval_loss")) if best_loss is None else best_loss,
-        "perplexity": math.exp(best_loss) if perplexed else None,
+        "perplexity": perplexity,
         "best_eval_step": best_step,
         "accuracy": accuracies[-1] if accuracies else None,
         "skipped_steps": number(records.train[-1].get("skipped_steps")) if records.train else None,

@@ -29,9 +29,6 @@ from raytrain.report.records import (
 from raytrain.runs.faults import CAUSES, NOT_EXPORTED, RAY_NOT_STARTED
 from raytrain.runs.folder import resume_command, shell_command
 
-# ---------------------------------------------------------------- training
-
-
 #: No number format is wider where it matters.
 FULL_PRECISIONS = ("fp32", "fp64")
 #: With fewer logged losses, their ends are single micro-batches, whose differences say nothing.

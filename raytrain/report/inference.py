@@ -39,8 +39,12 @@ def inference_page(name: str, manifest: Mapping[str, Any], summary: Mapping[str,
         [esc(name), esc(size(one["bytes"])), f"<code>{esc(one['sha256'])}</code>"]
         for name, one in manifest["files"].items()
     ]
+    times = summary.get("times") or []
+    curve = Curve("rows/s", rate_over_time(times, points=max(2, min(POINTS, len(times)))))
+    named = {"at": seconds, "x_tick": seconds, "x_label": "time since the first unit began", "write": rate_text}
+    drawn = chart("Rows per second", [curve], from_zero=True, wide=True, **named)
     parts = [
-        ("speed", "Speed", _speed(summary)),
+        ("speed", "Speed", f'<div class="charts">{drawn}</div>' if drawn else ""),
         ("workers", "Workers", _workers(summary)),
         ("failures", "Failures", _failures(manifest, summary)),
         ("quality", "Quality", _quality(summary.get("quality"))),
@@ -87,14 +91,6 @@ def rate_over_time(times: Sequence[Mapping[str, Any]], *, points: int = POINTS) 
             inside = min((number + 1) * width, one["end_s"]) - max(number * width, begin)
             rows[number] += one["rows"] * max(inside, 0.0) / length
     return [((number + 0.5) * width, count / width) for number, count in enumerate(rows)]
-
-
-def _speed(summary: Mapping[str, Any]) -> str:
-    times = summary.get("times") or []
-    curve = Curve("rows/s", rate_over_time(times, points=max(2, min(POINTS, len(times)))))
-    named = {"at": seconds, "x_tick": seconds, "x_label": "time since the first unit began", "write": rate_text}
-    drawn = chart("Rows per second", [curve], from_zero=True, wide=True, **named)
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def _workers(summary: Mapping[str, Any]) -> str:

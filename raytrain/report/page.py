@@ -26,9 +26,6 @@ from raytrain.report.tables import configuration, epochs, machine, plan_table, s
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join
 
-# ---------------------------------------------------------------- devices
-
-
 MOST_CURVES = 8
 """Devices drawn; of more, those whose figure is highest at the end."""
 STEADY = 0.005
@@ -62,7 +59,7 @@ def telemetry_charts(records: RunRecords, marks: Sequence[Mark] = ()) -> str:
     return f'<div class="charts devices">{inner}</div>{note}' if inner else note
 
 
-def device_curves(rows: Sequence[Row], key: str, *, starts: Mapping[object, float]) -> list[Curve]:
+def device_curves(rows: Sequence[Row], key: str, *, starts: Mapping[Any, float]) -> list[Curve]:
     """A curve over the steps for each device that reports the figure, after those of the steps that it lost. `starts`:
     attempt -> the step that it started from."""
     several = len({row.get("node") for row in rows}) > 1

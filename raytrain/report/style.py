@@ -16,12 +16,8 @@ def esc(value: object) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A complete HTML document. Its policy forbids scripts and all requests, so that it opens offline.
-
-    Args:
-        title: plain text.
-        body: HTML, already escaped.
-    """
+    """A complete HTML document. Its policy forbids scripts and all requests, so that it opens offline. `title`: plain
+    text; `body`: HTML, already escaped."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -10,16 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.wording import counted, loss_text, measured, rate_text, seconds, size
+from cluster.wording import counted, seconds
 from raytrain.report.charts import line, panel
 from raytrain.report.records import listed, mapping, number
 from raytrain.report.style import card, esc, header, page, picture
-from raytrain.report.tables import label, shown, table
+from raytrain.report.tables import figure, label, shown, table
 from raytrain.runs.folder import RunFolder, shell_command
 from raytrain.runs.storage import join, open_store
-
-# ---------------------------------------------------------------- tune figures
-
 
 MIB = 2**20
 NAMED = 8
@@ -186,7 +183,7 @@ def _trials(trials: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> 
     columns = [*((TITLES.get(name) or label(name), "v") for name in kept), *((key, "v") for key in keys)]
     cells = []
     for row in rows:
-        written = [_cell(name, row.get(name)) for name in kept]
+        written = [figure(name, row.get(name)) for name in kept]
         if sizes:
             is_chosen = (row.get("precision"), row.get("micro_batch_size")) == best
         else:
@@ -196,13 +193,3 @@ def _trials(trials: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> 
         cells.append([*written, *([esc(row.get(note) or "")] if told else [])])
     columns += [(note, "soft")] if told else []
     return card(table(columns, cells)) if cells else ""
-
-
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        written = {"wall_s": seconds, "eval_loss": loss_text, "rows_per_s": rate_text, "samples_per_s": rate_text,
-                   "measured_peak": size, "predicted_peak": size}  # fmt: skip
-        return esc(written.get(name, measured)(value))
-    return esc(value)

@@ -10,13 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.wording import counted, plain_number, seconds, size
+from cluster.wording import counted, loss_text, measured, plain_number, rate_text, seconds, size
 from raytrain.report.figures import HISTORY_COLUMNS, cause_of, history, ranks_of, time_account
 from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, first_text, listed, mapping, number
 from raytrain.report.style import card, esc
-
-# ---------------------------------------------------------------- tables
-
 
 PART_COLOURS = {
     "compute": "c1", "startup": "c2", "compile": "c3", "communication": "c4", "eval": "c5", "data": "c6", "save": "c7",
@@ -28,11 +25,8 @@ BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """A table, which scrolls where the page is narrow; its cells are HTML.
-
-    Args:
-        columns: (title, class) of each column; class "n" aligns numbers to the right.
-    """
+    """A table, which scrolls where the page is narrow; its cells are HTML. `columns`: (title, class) of each column;
+    class "n" aligns numbers to the right."""
     head = "".join(f'<th scope="col" class="{kind}">{esc(title)}</th>' for title, kind in columns)
     lines = (
         "".join(f'<td class="{kind}">{cell}</td>' for (_, kind), cell in zip(columns, row, strict=True)) for row in rows
@@ -53,6 +47,23 @@ def shown(value: Any, name: str = "") -> str:
         flat = isinstance(value, list) and not any(isinstance(item, list | Mapping) for item in value)
         return esc(", ".join(map(str, value)) if flat else json.dumps(value, default=str, ensure_ascii=False))
     return esc(value)
+
+
+def figure(name: str, value: Any) -> str:
+    """A figure of a run or a trial, formatted by its name and escaped."""
+    if value is None:
+        return "-"
+    if not isinstance(value, int | float):
+        return shown(value)
+    if "_per_s" in name:
+        return esc(rate_text(value))
+    if name.endswith("_loss"):
+        return esc(loss_text(value))
+    if name == "accuracy":
+        return f"{value:.2%}"
+    if name.endswith("_s") or "_ms_" in name:
+        return esc(seconds(value / 1000 if "_ms_" in name else value))
+    return esc(size(value) if name.endswith(("_bytes", "_peak")) else measured(value))
 
 
 def label(key: str) -> str:
@@ -318,12 +329,6 @@ def _attempt(row: Row) -> tuple[str, str]:
     return text, cause_of(row) if (number(row.get("attempt")) or 1) > 1 else ""
 
 
-def _checkpoint(row: Row) -> tuple[str, str]:
-    text = f"step {_whole(row, 'step'):,}"
-    stall = number(row.get("stall_s"))
-    return text if stall is None else f"{text}; training waited {seconds(stall)}", ""
-
-
 def _decision(row: Row) -> tuple[str, str]:
     if row.get("what") == "recovery":
         what, why = _RECOVERIES.get(str(row.get("value")), str(row.get("value"))), cause_of(row)
@@ -353,9 +358,13 @@ def _fault(row: Row) -> tuple[str, str]:
 
 
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
-    "driver_start": _driver_start, "attempt": _attempt, "checkpoint": _checkpoint, "decision": _decision,
+    "driver_start": _driver_start, "attempt": _attempt, "decision": _decision,
     "fault": _fault,
     "driver_end": lambda row: (f"the command ended: {first_text(row, 'status')}, {first_text(row, 'reason')}", ""),
+    "checkpoint": lambda row: (
+        f"step {_whole(row, 'step'):,}"
+        + (f"; training waited {seconds(stall)}" if (stall := number(row.get("stall_s"))) is not None else ""), ""
+    ),
     "attempt_end": lambda row: (
         f"attempt {row.get('attempt')} ended at step {_whole(row, 'step'):,}: {first_text(row, 'outcome')}, "
         f"{first_text(row, 'reason')}", ""

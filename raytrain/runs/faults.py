@@ -25,20 +25,14 @@ RAY_NOT_STARTED = "Ray did not start on this machine"
 
 @dataclass(frozen=True)
 class Death:
-    """A process that held state and has died.
-
-    Attributes:
-        node, pid: where it ran; empty and None where it never started.
-        time: when the death was noticed, in unix seconds.
-        silent: it did not respond, and was ended.
-    """
+    """A process that held state and has died."""
 
     who: str
-    node: str
+    node: str  # "" where it never started
     pid: int | None
-    time: float
+    time: float  # when the death was noticed, in unix seconds
     why: str
-    silent: bool = False
+    silent: bool = False  # it did not respond, and was ended
 
     @property
     def title(self) -> str:
@@ -50,39 +44,25 @@ class Death:
 class Fault:
     """One failure of one attempt, recorded by the failing worker, by the controller if the worker died, or by the
     driver if Ray itself was lost.
-
-    Attributes:
-        rank: None if Ray itself was lost.
-        step: the optimizer step it was running (0 = before the first). Of a process that died: the one after the last
-            that rank 0 had reported, which may be seconds old; None before the first.
-        error: name of the exception type, "WorkerDied" or "ClusterLost".
-        message: the first line of the exception's message; of a process that died, which one and what is known of why.
-        precision: the `precision.dtype` in use.
-        reduced: whether the step ran under autocast.
-        final: the failure is an error that raytrain explains itself, so that a retry cannot succeed.
-        from_step: the step that the attempt started from, as known to the recording process (`origins` is exact; 0 of
-            an attempt that was lost with Ray).
-        time: unix seconds.
-        micro_batch: rows of a micro-batch at that time; None if the process died, or before the first micro-batch.
-        node: id of the node of the worker in Ray; None if it is not known.
-        place: `file:line in function` of the user's own code that raised the exception; "" if none did.
     """
 
-    attempt: int
-    rank: int | None
+    attempt: int  # that failed
+    rank: int | None  # None if Ray itself was lost
+    # the optimizer step it was running (0 = before the first). Of a process that died: the one after the last that rank
+    # 0 had reported, which may be seconds old; None before the first
     step: int | None
-    error: str
-    message: str
+    error: str  # name of the exception type, "WorkerDied" or "ClusterLost"
+    message: str  # the first line of the exception's; of a process that died, which one and what is known of why
     traceback: str = ""
-    precision: str = ""
-    reduced: bool = False
-    final: bool = False
-    from_step: int = 0
+    precision: str = ""  # the `precision.dtype` in use
+    reduced: bool = False  # the step ran under autocast
+    final: bool = False  # an error that raytrain explains itself, so that a retry cannot succeed
+    from_step: int = 0  # the step that the attempt started from, as far as known (`recovery.origins` is exact)
     time: float = field(default_factory=time.time)
     out_of_memory: bool = False
-    micro_batch: int | None = None
-    node: str | None = None
-    place: str = ""
+    micro_batch: int | None = None  # its rows; None if the process died, or before the first micro-batch
+    node: str | None = None  # id of the node of the worker in Ray, where known
+    place: str = ""  # `file:line in function` of the user's own code that raised the exception
 
     @property
     def what(self) -> str:

@@ -30,10 +30,6 @@ from raytrain.errors import InputError, RunError
 from raytrain.runs.records import JsonlWriter, ObjectJsonlWriter, plain, revived, rows_of, to_line
 from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split, typed_path
 
-# ---------------------------------------------------------------- lease
-# The lease on a run folder: numbered attempts, their owners, and whether one is still alive.
-
-
 HEARTBEAT_S = 30.0
 _BEAT_EVERY_S = 5.0
 _HEARTBEAT = "attempts/heartbeat.json"
@@ -456,11 +452,8 @@ class MirroredFolder:
         self.close()
 
     def close(self) -> None:
-        """Upload what has changed and remove the temporary directory; may be called twice.
-
-        Raises:
-            RunError: a file could not be uploaded.
-        """
+        """Upload what has changed and remove the temporary directory; may be called twice. Raises RunError: a file
+        could not be uploaded."""
         if self._run.is_local or self._stop.is_set():
             return
         self._stop.set()

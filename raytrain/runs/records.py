@@ -21,9 +21,6 @@ from typing import Any, BinaryIO
 from raytrain.errors import RunError
 from raytrain.runs.storage import ObjectStore, explained_writes, join
 
-# ---------------------------------------------------------------- records
-
-
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -295,12 +292,8 @@ PURPOSES = (
 
 
 def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
-    """{"wall_s": total over all commands, "time": {purpose: seconds}} of a run.
-
-    Args:
-        events: rows of events.jsonl, in order.
-        now: unix seconds; the end of a command that has not recorded its end.
-    """
+    """{"wall_s": total over all commands, "time": {purpose: seconds}} of a run. `events`: rows of events.jsonl, in
+    order; `now`: unix seconds; the end of a command that has not recorded its end."""
     total: dict[str, float] = dict.fromkeys(PURPOSES, 0.0)
     wall = 0.0
     commands = _commands(events)

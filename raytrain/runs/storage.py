@@ -23,9 +23,6 @@ from typing import Any, BinaryIO
 from cluster.preflight import is_submitted
 from raytrain.errors import InputError, RunError, first_line
 
-# ---------------------------------------------------------------- storage
-
-
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _VARIABLE = re.compile(r"(\\\$|\$(?:([A-Za-z_]\w*)|\{([^}]*)\}))", re.ASCII)
 _NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # network file systems
@@ -64,10 +61,9 @@ def explained_writes(path: str, advice: WriteAdvice = SAVES) -> Iterator[None]:
         full = error.errno in _DISK_FULL or "No space left" in str(error)
         remedy, free = advice.full if full else advice.other, ""
         if full:
-            place = next((folder for folder in Path(path).parents if folder.exists()), None)
-            unknown = place is None or "://" in path
-            free = "an unknown number of bytes" if unknown else f"{shutil.disk_usage(place).free / 2**20:.1f} MiB"
-            free = f", {free} free there"
+            place = next(folder for folder in Path(path).parents if folder.exists())  # at last / or .
+            known = f"{shutil.disk_usage(place).free / 2**20:.1f} MiB"
+            free = f", {'an unknown number of bytes' if '://' in path else known} free there"
         raise RunError(f"{path}: cannot be written: {error.strerror or error}{free}; {remedy}") from error
 
 
@@ -434,11 +430,7 @@ def unreadable(path: str, error: BaseException, *, key: str) -> InputError:
 @contextlib.contextmanager
 def whole_file(path: str, advice: WriteAdvice = SAVES) -> Iterator[BinaryIO]:
     """Open a new file, local or at a URI, that is written piece by piece: it has its name once the block ends, and is
-    deleted if the block raises.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    deleted if the block raises. Raises RunError: it cannot be written."""
     folder, name = split(path)
     store = open_store(folder, advice)
     if isinstance(store, LocalStore):
