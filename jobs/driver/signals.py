@@ -68,11 +68,7 @@ class StopSignals:
         self._unraisable: Any = None
 
     def install(self) -> None:
-        """Install the handlers; called again after `ray.init`, which replaces the handler of SIGTERM.
-
-        Raises:
-            Interrupted: a signal arrived in the meantime whose exception was lost.
-        """
+        """Install the handlers; called again after `ray.init`, which replaces the handler of SIGTERM."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._writer is None:

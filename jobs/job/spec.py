@@ -250,9 +250,6 @@ def load_spec(
         overrides: ``section.key=value``; of duplicate keys, the last wins.
         mapping: a job from Python, which may contain objects in `model.module`, `data.train` and `data.eval`.
         runs_here: replace `~` and variables in paths by what they are here; False for a job of another machine.
-
-    Raises:
-        InputError: the first mistake, with its key.
     """
     if path is not None and mapping is not None:
         raise InputError("mapping", got="a file and a mapping", expected="only one of them")
