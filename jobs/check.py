@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,6 @@ class CheckReport:
         nodes, rates: by the address of the node.
         training: the rows of every worker; empty with `quick`.
         job: what was measured of the job, a row for each of its trainings; None where none was named.
-        seconds: of each part.
 
     Example:
         >>> from jobs.check import check
@@ -98,7 +97,7 @@ class CheckReport:
         return {
             "status": "failed" if self.failed else "ok",
             "checks": [{"node": node, **result.to_json()} for node, result in self.results],
-            "nodes": {node: report.to_json() for node, report in self.nodes.items()},
+            "nodes": {node: asdict(report) for node, report in self.nodes.items()},
             "rates": {node: [vars(one) for one in devices] for node, devices in self.rates.items()},
             "training": self.training,
             "job": self.job,
@@ -120,7 +119,7 @@ class CheckReport:
             f"{counts['fail']} failed"
         )
         wrong = [(node, result) for node, result in self.results if result.status == "fail"]
-        return f"{text}: {_titled(*wrong[0])}" if wrong else text
+        return f"{text}: {f'{wrong[0][0]}: ' if wrong[0][0] else ''}{wrong[0][1].text}" if wrong else text
 
 
 def check(
@@ -232,27 +231,34 @@ class _Checking:
                 self._activity.begin("checking every node")
                 tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, interface)
                 report.nodes = _answers(tasks, NODE_TIMEOUT_S)
-            self.add(*check_versions(report.nodes), check_platform(report.nodes), *self._wanted())
+            wanted = check_wanted(self._spec.cluster, (
+                DeviceSize(f"{row['name']} of {node}", row["kind"] != "cpu", row["memory_total_bytes"],
+                           row["capability"] and tuple(row["capability"]))
+                for node, one in report.nodes.items() for row in one.devices
+            ))  # fmt: skip
+            self.add(*check_versions(report.nodes), check_platform(report.nodes))
+            if wanted.status != "na":  # the job says what it is meant for
+                self.add(wanted)
             for node, one in report.nodes.items():
                 self.add(*(result for result in one.results if result.name != "shared_storage" or not why), node=node)
             if why:
                 seen = f"{why}, so that the nodes have nothing to read"
                 self.add(CheckResult("shared_storage", "na", seen, "the driver can write there"))
-            self.add(check_clocks(_clocks()))
+            clocks = dict[str, tuple[float, float, float]]()
+            for node in _answers(on_each_node(clock), NODE_TIMEOUT_S):  # the processes have started now
+                asked = time.time()
+                said = _answers(on_each_node(clock, only=[node]), NODE_TIMEOUT_S)[node]
+                clocks[node] = (asked, said, time.time())
+            self.add(check_clocks(clocks))
             self._activity.begin("measuring the devices")
             gpus = any(row["kind"] != "cpu" for one in report.nodes.values() for row in one.devices)
-            for nodes in _one_of_each_host(report.nodes):
+            turns, seen_hosts = defaultdict[int, list[str]](list), Counter[str]()
+            for node, one in report.nodes.items():  # in turn those of one machine, which share its cores
+                turns[seen_hosts[one.host]].append(node)
+                seen_hosts[one.host] += 1
+            for nodes in turns.values():
                 report.rates |= _answers(on_each_node(measure_node, gpus=gpus, only=nodes), RATES_TIMEOUT_S)
             self.add(check_repeatable(report.rates), *check_rates(report.rates), check_monitoring(report.rates))
-
-    def _wanted(self) -> list[CheckResult]:
-        """Whether the devices are what the job is meant for; nothing where it does not say."""
-        result = check_wanted(self._spec.cluster, (
-            DeviceSize(f"{row['name']} of {node}", row["kind"] != "cpu", row["memory_total_bytes"],
-                       row["capability"] and tuple(row["capability"]))
-            for node, one in self.report.nodes.items() for row in one.devices
-        ))  # fmt: skip
-        return [] if result.status == "na" else [result]
 
     def check_room(self, loaded: LoadedSpec) -> None:
         """Whether the nodes can ever hold the processes of the job, as `train` asks before it starts."""
@@ -328,25 +334,6 @@ def _listening() -> Iterator[tuple[str, int]]:
         yield host, server.getsockname()[1]
 
 
-def _clocks() -> dict[str, tuple[float, float, float]]:
-    """node -> (when the driver asked, what its clock said, when the answer was there), one node after the other."""
-    found = dict[str, tuple[float, float, float]]()
-    for node in _answers(on_each_node(clock), NODE_TIMEOUT_S):  # the processes have started now
-        asked = time.time()
-        said = _answers(on_each_node(clock, only=[node]), NODE_TIMEOUT_S)[node]
-        found[node] = (asked, said, time.time())
-    return found
-
-
-def _one_of_each_host(nodes: Mapping[str, NodeReport]) -> list[list[str]]:
-    """The nodes in groups that can be measured at the same time: several nodes of one machine share its cores."""
-    turns, seen = defaultdict[int, list[str]](list), Counter[str]()
-    for node, report in nodes.items():
-        turns[seen[report.host]].append(node)
-        seen[report.host] += 1
-    return list(turns.values())
-
-
 @contextlib.contextmanager
 def _token(save_dir: str, token: str) -> Iterator[str]:
     """Leaves a file for the nodes below `save_dir`; yields why that is impossible, or ""."""
@@ -411,10 +398,6 @@ def _bundled(
     if ended is not None:
         raise ended
     return report
-
-
-def _titled(node: str, result: CheckResult) -> str:
-    return f"{node}: {result.text}" if node else result.text
 
 
 def run_check(

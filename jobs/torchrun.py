@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 CLUSTER = "RAYTRAIN_TORCHRUN_CLUSTER"
 """The variable that says where the cluster of the nodes is; the key `cluster.address` would stay in the run."""
 LOOK_EVERY_S = 0.5
-JOIN_LIMIT_S = 300.0
-"""All nodes have met at torchrun's rendezvous when its processes start; what remains is to start Ray."""
-LEAVE_LIMIT_S = 15.0
-"""What the other nodes get to leave the cluster after the end of the command, and Ray's daemons to end."""
+JOIN_LIMIT_S = (
+    300.0  # all nodes have met at torchrun's rendezvous when its processes start: what remains is Ray's start
+)
+LEAVE_LIMIT_S = 15.0  # for the other nodes to leave the cluster after the end of the command, and for Ray's daemons
 TORCHRUNS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
@@ -70,12 +70,8 @@ def torchrun_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def print_commands(given: Mapping[str, Any], arguments: Sequence[str], spec: JobSpec) -> None:
-    """Print the command of each node, or only that of `node_rank`, which train this job together.
-
-    Args:
-        given: the options of `torchrun_options`.
-        arguments: of the verb `train`.
-    """
+    """Print the command of each node, or only that of `node_rank`, which train this job together: `train` with these
+    arguments under torchrun with these options."""
     each, nodes, only = given["nproc_per_node"] or 1, given["nnodes"] or 1, given["node_rank"]
     if nodes > 1 and given["master_addr"] is None:
         raise InputError(
@@ -123,19 +119,13 @@ def launched(arguments: Sequence[str], train: click.Command) -> int:
         return 0
     try:
         node = LaunchedNode(environ)
-        return follow(node) if node.number else lead(node, arguments, train)
+        return node.follow() if node.number else node.lead(arguments, train)
     except DistError as error:
         raise RunError(f"torchrun's store, which ends with node 0: {first_line(error)}") from error
 
 
 class LaunchedNode:
-    """The first process of a node among those that torchrun started.
-
-    Attributes:
-        number, nodes: of this node, and how many there are.
-        processes, here: of all nodes, and of this one.
-        store: torchrun's, which all nodes share.
-    """
+    """The first process of a node among those that torchrun started; all nodes share torchrun's store."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         import torch.distributed as dist
@@ -162,34 +152,74 @@ class LaunchedNode:
         except RuntimeError:  # the store is gone, and torchrun with it
             return True
 
+    def lead(self, arguments: Sequence[str], train: click.Command) -> int:
+        """Be node 0: run the command, in a cluster of all nodes if there are several, and tell them its exit code."""
+        code = 1
+        with contextlib.ExitStack() as head:
+            try:
+                command = ["-m", "jobs", *arguments, *own_workers(arguments, train, processes=self.processes)]
+                place = {CLUSTER: self.start_cluster(head)} if self.nodes > 1 else {}
+                # a process group of its own: torchrun signals that of this process, and a second signal ends a command
+                child = subprocess.Popen([*ENDS_WITH_US, *command], env=os.environ | place, process_group=0)
+                told = False
+                while child.poll() is None:
+                    if not told and self.told_to_stop():
+                        told = True
+                        child.terminate()
+                    time.sleep(LOOK_EVERY_S)
+                code = 128 - child.returncode if child.returncode < 0 else child.returncode
+            except (RaytrainError, click.ClickException) as error:
+                code = error.exit_code
+                raise
+            finally:
+                ignore_signals()
+                with contextlib.suppress(RuntimeError):  # the store is gone, and the other nodes with it
+                    self.store.set("result", str(code))
+                    ends = time.monotonic() + LEAVE_LIMIT_S
+                    while self.store.add("left", 0) < self.nodes - 1 and time.monotonic() < ends:
+                        time.sleep(LOOK_EVERY_S / 10)
+        return code
 
-def lead(node: LaunchedNode, arguments: Sequence[str], train: click.Command) -> int:
-    """Be node 0: run the command, in a cluster of all nodes if there are several, and tell them its exit code."""
-    code = 1
-    with contextlib.ExitStack() as head:
-        try:
-            command = ["-m", "jobs", *arguments, *own_workers(arguments, train, processes=node.processes)]
-            place = {CLUSTER: start_cluster(node, head)} if node.nodes > 1 else {}
-            # in a process group of its own: torchrun signals that of this process, and a second signal ends the command
-            child = subprocess.Popen([*ENDS_WITH_US, *command], env=os.environ | place, process_group=0)
-            told = False
-            while child.poll() is None:
-                if not told and node.told_to_stop():
-                    told = True
-                    child.terminate()
+    def start_cluster(self, head: contextlib.ExitStack) -> str:
+        """Start a Ray cluster of all nodes, and return `HOST:PORT` of its head, which `head` ends."""
+        from cluster.network import address_towards
+
+        print(f"starting Ray on the {self.nodes} nodes of torchrun", file=sys.stderr, flush=True)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            host, port = address_towards(*self.master), free.getsockname()[1]
+        place = (f"--node-ip-address={host}", f"--port={port}")
+        head.enter_context(ray_node(self.here, "--head", *place, "--include-dashboard=false", "--dashboard-port=0"))
+        self.store.set("head", f"{host}:{port}")
+        ends = time.monotonic() + JOIN_LIMIT_S
+        while self.store.add("joined", 0) < self.nodes - 1:
+            if self.told_to_stop() or time.monotonic() > ends:
+                in_time = time.monotonic() < ends
+                why = "a node was stopped or could not join" if in_time else "not all nodes joined in time"
+                raise RunError(f"{why} the head at {host}:{port}: see the output of each node of torchrun")
+            time.sleep(LOOK_EVERY_S)
+        return f"{host}:{port}"
+
+    def follow(self) -> int:
+        """Be a node of the cluster until the command of node 0 has ended, and return its exit code. Once this node is
+        told to stop, or cannot join, node 0 saves and stops."""
+        joined, store = False, self.store
+        with contextlib.ExitStack() as cluster:
+            while not store.check(["result"]):
+                if self.told_to_stop():
+                    store.set("stop", "1")
+                elif not joined and store.check(["head"]):
+                    try:
+                        cluster.enter_context(ray_node(self.here, f"--address={store.get('head').decode()}"))
+                    except RunError:
+                        store.set("stop", "1")
+                        raise
+                    joined = store.add("joined", 1) > 0
                 time.sleep(LOOK_EVERY_S)
-            code = 128 - child.returncode if child.returncode < 0 else child.returncode
-        except (RaytrainError, click.ClickException) as error:
-            code = error.exit_code
-            raise
-        finally:
             ignore_signals()
-            with contextlib.suppress(RuntimeError):  # the store is gone, and the other nodes with it
-                node.store.set("result", str(code))
-                ends = time.monotonic() + LEAVE_LIMIT_S
-                while node.store.add("left", 0) < node.nodes - 1 and time.monotonic() < ends:
-                    time.sleep(LOOK_EVERY_S / 10)
-    return code
+        code = int(store.get("result"))
+        store.add("left", 1)
+        return code
 
 
 def ignore_signals() -> None:
@@ -199,11 +229,7 @@ def ignore_signals() -> None:
 
 
 def own_workers(arguments: Sequence[str], train: click.Command, *, processes: int) -> list[str]:
-    """The key by which a command has a worker for each process of torchrun; none if it says how many itself.
-
-    Raises:
-        InputError: it is not `train`, says another number of workers, or names a cluster.
-    """
+    """The key by which a command has a worker for each process of torchrun; none if it says how many itself."""
     verb = next(iter(arguments), "")
     if verb != "train":
         raise InputError(
@@ -225,64 +251,17 @@ def own_workers(arguments: Sequence[str], train: click.Command, *, processes: in
     return [each] if spec.scale.workers == "auto" else []
 
 
-def start_cluster(node: LaunchedNode, head: contextlib.ExitStack) -> str:
-    """Start a Ray cluster of all nodes, and return `HOST:PORT` of its head, which `head` ends."""
-    from cluster.network import address_towards
-
-    print(f"starting Ray on the {node.nodes} nodes of torchrun", file=sys.stderr, flush=True)
-    with socket.socket() as free:
-        free.bind(("", 0))
-        host, port = address_towards(*node.master), free.getsockname()[1]
-    place = (f"--node-ip-address={host}", f"--port={port}")
-    head.enter_context(ray_node(node, "--head", *place, "--include-dashboard=false", "--dashboard-port=0"))
-    node.store.set("head", f"{host}:{port}")
-    ends = time.monotonic() + JOIN_LIMIT_S
-    while node.store.add("joined", 0) < node.nodes - 1:
-        if node.told_to_stop() or time.monotonic() > ends:
-            why = "a node was stopped or could not join" if time.monotonic() < ends else "not all nodes joined in time"
-            raise RunError(f"{why} the head at {host}:{port}: see the output of each node of torchrun")
-        time.sleep(LOOK_EVERY_S)
-    return f"{host}:{port}"
-
-
-def follow(node: LaunchedNode) -> int:
-    """Be a node of the cluster until the command of node 0 has ended, and return its exit code.
-
-    Once this node is told to stop, or cannot join, node 0 saves and stops.
-    """
-    joined, store = False, node.store
-    with contextlib.ExitStack() as cluster:
-        while not store.check(["result"]):
-            if node.told_to_stop():
-                store.set("stop", "1")
-            elif not joined and store.check(["head"]):
-                try:
-                    cluster.enter_context(ray_node(node, f"--address={store.get('head').decode()}"))
-                except RunError:
-                    store.set("stop", "1")
-                    raise
-                joined = store.add("joined", 1) > 0
-            time.sleep(LOOK_EVERY_S)
-        ignore_signals()
-    code = int(store.get("result"))
-    store.add("left", 1)
-    return code
-
-
 @contextlib.contextmanager
-def ray_node(node: LaunchedNode, *arguments: str) -> Iterator[None]:
-    """Start a node of Ray by `ray start`, and end its processes at the end.
-
-    They have a process group of their own: a signal to that of this process does not end them before the workers could
-    save. `arguments` are those by which the head differs from the other nodes.
-    """
+def ray_node(processes: int, *arguments: str) -> Iterator[None]:
+    """Start a node of Ray by `ray start`, and end its processes at the end. They have a process group of their own: a
+    signal to that of this process does not end them before the workers could save."""
     from cluster.devices.inventory import local_inventory
     from cluster.ray_runtime import PATIENT, private_folder
 
     os.environ["RAY_AUTH_MODE"] = "token"  # whoever reaches a node without one can run code on it
     (machine,) = local_inventory().nodes
     options = {
-        "num-cpus": max(node.here, machine.cpus), "num-gpus": min(node.here, len(machine.devices)),
+        "num-cpus": max(processes, machine.cpus), "num-gpus": min(processes, len(machine.devices)),
         "dashboard-agent-listen-port": 0, "min-worker-port": 0, "max-worker-port": 0,
     }  # fmt: skip
     with private_folder() as folder, (Path(folder) / "start").open("wb") as said:

@@ -11,8 +11,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import ray
 
@@ -45,39 +45,21 @@ WATCHED = 256 << 20
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What was measured on one device.
+    """What was measured on one device."""
 
-    Attributes:
-        device: "cpu" or "cuda:0".
-        flops: number format -> FLOPs per second of the matrix products of training.
-        repeatable: number format -> whether repetitions of a product gave the same bits.
-        memory_bytes_per_s: of an operation on tensors that no cache holds.
-        copy_bytes_per_s: from pinned host memory to the GPU; None on a CPU.
-        cudnn: version of cuDNN (of MIOpen on ROCm); None on a CPU.
-        watched_bytes: how much telemetry's reading rose while `WATCHED` bytes more were allocated; None where it has no
-            reading of the device's memory.
-    """
-
-    device: str
+    device: str  # "cpu" or "cuda:0"
     name: str
-    flops: dict[str, float]
-    repeatable: dict[str, bool]
-    memory_bytes_per_s: float
-    copy_bytes_per_s: float | None
-    cudnn: int | None
-    watched_bytes: int | None = None
+    flops: dict[str, float]  # number format -> FLOPs per second of the matrix products of training
+    repeatable: dict[str, bool]  # number format -> whether repetitions of a product gave the same bits
+    memory_bytes_per_s: float  # of an operation on tensors that no cache holds
+    copy_bytes_per_s: float | None  # from pinned host memory to the GPU; None on a CPU
+    cudnn: int | None  # version of cuDNN (of MIOpen on ROCm); None on a CPU
+    watched_bytes: int | None = None  # how much telemetry's reading rose while `WATCHED` bytes more were allocated
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node.
-
-    Attributes:
-        environment: as `cluster.environment.environment_record`.
-        limits: as `cluster.devices.inventory.machine_limits`.
-        devices: as `cluster.devices.inventory.device_facts`.
-        results: the checks of this node.
-    """
+    """One node; its facts as `cluster.environment` and `cluster.devices.inventory` describe them."""
 
     host: str
     environment: Mapping[str, Any]
@@ -85,17 +67,19 @@ class NodeReport:
     devices: list[dict[str, Any]]
     results: list[CheckResult]
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return asdict(self)
+
+def judged(
+    name: str, seen: str, expected: str, remedy: str = "", *, status: Literal["fail", "warn"] = "fail", key: str = ""
+) -> CheckResult:
+    """The result of a check: ok, unless there is something to remedy."""
+    return CheckResult(name, status if remedy else "ok", seen, expected, remedy, key if remedy else "")
 
 
 def examine(save_dir: str, token: str, name: str, driver: tuple[str, int], interface: str | None) -> NodeReport:
     """Everything about this node that needs neither torch nor a GPU.
 
     Args:
-        save_dir: `save.dir`, in whose folder `token` the driver has left a file.
-        name: of the file that this node leaves there.
+        save_dir: `save.dir`, in whose folder `token` the driver has left a file, and this node leaves `name`.
         driver: the address and a port on which the driver accepts connections.
         interface: `cluster.interface`, None for the one that Ray uses.
     """
@@ -120,18 +104,18 @@ def check_network(driver: tuple[str, int], interface: str | None) -> CheckResult
     names = [name for _, name in socket.if_nameindex()]
     if interface is not None and interface not in names:
         seen = f"no interface {interface}: this node has {', '.join(names)}"
-        return CheckResult("network", "fail", seen, expected, "set cluster.interface", "cluster.interface")
+        return judged("network", seen, expected, "set cluster.interface", key="cluster.interface")
     began = time.perf_counter()
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
         remedy = "open the ports between the nodes (ephemeral ports too: gloo and NCCL choose them)"
-        return CheckResult("network", "fail", f"{host}:{port}: {error}", expected, remedy)
+        return judged("network", f"{host}:{port}: {error}", expected, remedy)
     took = 1e3 * (time.perf_counter() - began)
     address = ray.util.get_node_ip_address() if ray.is_initialized() else host
     chosen = interface or os.environ.get(GLOO) or interface_of(address)
     over = f"over {chosen}" if chosen else f"over what gloo and NCCL choose: no interface has Ray's address {address}"
-    return CheckResult("network", "ok", f"{host} connected in {took:.1f} ms; collectives {over}", expected)
+    return judged("network", f"{host} connected in {took:.1f} ms; collectives {over}", expected)
 
 
 def clock() -> float:
@@ -147,11 +131,10 @@ def shared_storage(save_dir: str, token: str, name: str) -> CheckResult:
         store = open_store(save_dir)
         seen = store.read_bytes(f"{token}/driver").decode()
         store.write_bytes(f"{token}/{name}", token.encode())
+        found, remedy = ("read what the driver wrote", "") if seen == token else ("another content", remedy)
     except (OSError, ValueError, ImportError, RaytrainError) as error:
-        return CheckResult("shared_storage", "fail", f"{save_dir}: {first_line(error)}", expected, remedy, "save.dir")
-    if seen != token:
-        return CheckResult("shared_storage", "fail", f"{save_dir}: another content", expected, remedy, "save.dir")
-    return CheckResult("shared_storage", "ok", f"{save_dir}: read what the driver wrote", expected)
+        found = first_line(error)
+    return judged("shared_storage", f"{save_dir}: {found}", expected, remedy, key="save.dir")
 
 
 def check_limits(limits: Mapping[str, Any]) -> CheckResult:
@@ -160,34 +143,25 @@ def check_limits(limits: Mapping[str, Any]) -> CheckResult:
     seen = f"{counted(limits['cores'], 'core')} ({limits['cores_reason']}), {size(free)} of {size(total)} free"
     if machine and total < 0.98 * machine:
         seen += f"; a cgroup allows {size(total)} of {size(machine)}"
-    expected = f"at least 1 core and {size(LEAST_MEMORY)}"
-    if free is not None and free < LEAST_MEMORY:
-        return CheckResult("memory", "fail", seen, expected, "end other programs, or raise the container's limit")
-    return CheckResult("memory", "ok", seen, expected)
+    short = free is not None and free < LEAST_MEMORY
+    remedy = "end other programs, or raise the container's limit" if short else ""
+    return judged("memory", seen, f"at least 1 core and {size(LEAST_MEMORY)}", remedy)
 
 
 def check_devices(unusable: tuple[str, ...], seen: str) -> CheckResult:
     """Whether a GPU that exists cannot be used."""
-    expected = "every GPU can be used"
-    if unusable:
-        return CheckResult("devices", "fail", "; ".join(unusable), expected, "see the reason; `nvidia-smi` lists GPUs")
-    return CheckResult("devices", "ok", seen, expected)
+    remedy = "see the reason; `nvidia-smi` lists GPUs" if unusable else ""
+    return judged("devices", "; ".join(unusable) or seen, "every GPU can be used", remedy)
 
 
 def check_load(load: float | None = None, cores: int | None = None) -> CheckResult:
-    """Whether other programs use this machine: then what is measured here, and later trained, is slower.
-
-    Args:
-        load: threads that run or wait for a core, the mean of the last minute; by default the kernel's.
-        cores: of the machine, which the kernel's figure counts too.
-    """
+    """Whether other programs use this machine: then what is measured here, and later trained, is slower. `load` is the
+    kernel's mean of the last minute, of threads that run or wait for a core of the machine."""
     load = os.getloadavg()[0] if load is None else load
     cores = cores or os.cpu_count() or 1
     seen, expected = f"{load:.1f} threads at work on {counted(cores, 'core')}", f"at most {BUSY:g} for each core"
-    if load > BUSY * cores:
-        remedy = "end other programs, or wait: rates and steps are slower than they could be"
-        return CheckResult("load", "warn", seen, expected, remedy)
-    return CheckResult("load", "ok", seen, expected)
+    remedy = "end other programs, or wait: rates and steps are slower than they could be" if load > BUSY * cores else ""
+    return judged("load", seen, expected, remedy, status="warn")
 
 
 def measure_node() -> list[DeviceRates]:
@@ -273,7 +247,7 @@ def multiply(one: Any, other: Any) -> Any:
 
 
 def copy_rate(device: Any) -> float:
-    """Bytes per second from pinned host memory to a GPU, the best of three."""
+    """Bytes per second from pinned host memory to a GPU, the best of four."""
     import torch
 
     host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
@@ -314,7 +288,7 @@ def check_versions(reports: Mapping[str, NodeReport]) -> list[CheckResult]:
             remedy = f"install {name} {_shown(oldest)} or newer on {', '.join(old)} (constraints.txt has a tested set)"
         elif len(set(found.values())) > 1:
             remedy = f"install the same {name} on every node"
-        results.append(CheckResult(name, "fail" if remedy else "ok", seen, expected, remedy))
+        results.append(judged(name, seen, expected, remedy))
     return results
 
 
@@ -332,25 +306,18 @@ def check_platform(reports: Mapping[str, NodeReport]) -> CheckResult:
         if runtime and _numbers(runtime.split()[-1]) < (OLDEST_ROCM if "ROCm" in runtime else OLDEST_CUDA)
     ]  # fmt: skip
     seen = _by_value({name: runtime or "unknown" for name, runtime in runtimes.items()})
-    if old:
-        return CheckResult("platform", "fail", seen, expected, f"install a newer torch build on {', '.join(old)}")
-    return CheckResult("platform", "ok", seen, expected)
+    return judged("platform", seen, expected, f"install a newer torch build on {', '.join(old)}" if old else "")
 
 
 def check_clocks(clocks: Mapping[str, tuple[float, float, float]]) -> CheckResult:
-    """Whether the nodes' clocks agree with the driver's.
-
-    Args:
-        clocks: node -> when the driver asked, what the node's clock said, and when the driver had the answer. A clock
-            can be placed no better than within that time.
-    """
+    """Whether the nodes' clocks agree with the driver's. Of each node it gets when the driver asked, what its clock
+    said, and when the driver had the answer: a clock can be placed no better than within that time."""
     skews = {node: max(asked - said, said - answered, 0.0) for node, (asked, said, answered) in clocks.items()}
-    worst = max(skews, key=lambda node: skews[node])
-    expected = f"less than {CLOCK_S:g} s apart"
-    if skews[worst] >= CLOCK_S:
-        seen = ", ".join(f"{node} {value:.1f} s" for node, value in skews.items() if value >= CLOCK_S)
-        return CheckResult("clocks", "warn", f"at least {seen} away", expected, "run a time service (chrony, ntp)")
-    return CheckResult("clocks", "ok", f"{len(skews)} nodes agree" if len(skews) > 1 else "one node", expected)
+    wrong = ", ".join(f"{node} {value:.1f} s" for node, value in skews.items() if value >= CLOCK_S)
+    seen, remedy = f"{len(skews)} nodes agree" if len(skews) > 1 else "one node", ""
+    if wrong:
+        seen, remedy = f"at least {wrong} away", "run a time service (chrony, ntp)"
+    return judged("clocks", seen, f"less than {CLOCK_S:g} s apart", remedy, status="warn")
 
 
 def check_repeatable(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
@@ -361,12 +328,11 @@ def check_repeatable(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
         for node, devices in rates.items() for one in devices
         for dtype, equal in one.repeatable.items() if not equal
     ]  # fmt: skip
+    seen, remedy = f"{counted(sum(map(len, rates.values())), 'device')}, each format", ""
     if wrong:
+        seen = f"different results on {', '.join(wrong)}"
         remedy = "take it out of the cluster (scale.accelerator, CUDA_VISIBLE_DEVICES) and test its memory"
-        return CheckResult("repeated_products", "fail", f"different results on {', '.join(wrong)}", expected, remedy)
-    count = sum(len(devices) for devices in rates.values())
-    seen = f"{counted(count, 'device')}, each format"
-    return CheckResult("repeated_products", "ok", seen, expected)
+    return judged("repeated_products", seen, expected, remedy)
 
 
 def check_monitoring(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
@@ -380,10 +346,10 @@ def check_monitoring(rates: Mapping[str, Sequence[DeviceRates]]) -> CheckResult:
         return CheckResult("memory_monitoring", "na", "no reading of the memory of a device", expected)
     seen = ", ".join(f"{rise / 2**20:.0f} MiB on {place}" for place, rise in read.items())
     low, high = WATCHED * MONITORED[0], WATCHED * MONITORED[1]
-    if all(low <= rise <= high for rise in read.values()):
-        return CheckResult("memory_monitoring", "ok", seen, expected)
-    remedy = "other programs that allocate there meanwhile? otherwise trust no figure of memory of this driver"
-    return CheckResult("memory_monitoring", "warn", seen, expected, remedy)
+    remedy = ""
+    if not all(low <= rise <= high for rise in read.values()):
+        remedy = "other programs that allocate there meanwhile? otherwise trust no figure of memory of this driver"
+    return judged("memory_monitoring", seen, expected, remedy, status="warn")
 
 
 def check_rates(rates: Mapping[str, Sequence[DeviceRates]]) -> list[CheckResult]:
@@ -410,10 +376,11 @@ def _kind_rates(kind: str, members: Sequence[tuple[str, DeviceRates]]) -> CheckR
         f"{place} {what} {value:.3g} ({value / medians[what]:.2f})"
         for what, values in figures.items() for place, value in values.items() if value < SLOW * medians[what]
     ]  # fmt: skip
+    remedy = ""
     if slow:
+        seen += f"; slower: {'; '.join(slow)}"
         remedy = "look for other programs, heat or power limits there; scale.shares auto gives a slow device less"
-        return CheckResult("rates", "warn", f"{seen}; slower: {'; '.join(slow)}", expected, remedy)
-    return CheckResult("rates", "ok", seen, expected)
+    return judged("rates", seen, expected, remedy, status="warn")
 
 
 def _version(report: NodeReport, name: str) -> str | None:

@@ -20,6 +20,7 @@ from cluster.devices.inventory import Inventory
 from cluster.preflight import CheckResult
 from cluster.telemetry.warnings import HIGH
 from cluster.wording import counted, plain_number, seconds, size
+from jobs.checks.node import judged
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 
 if TYPE_CHECKING:
@@ -94,13 +95,8 @@ class NamedJob:
 def check_job(
     arms: Sequence[Arm], found: Sequence[Mapping[str, Any]], spec: JobSpec, *, source: str, rows: int
 ) -> list[CheckResult]:
-    """A result for each of the four questions.
-
-    Args:
-        found: the worker's row of each arm.
-        spec: the job as it was given.
-        source, rows: what the data is, and its training rows.
-    """
+    """A result for each of the four questions, from the worker's row of each training; the data is `source`, with so
+    many training rows."""
     most = max(arm.rows for arm in arms)
     whole = [(arm, row) for arm, row in zip(arms, found, strict=True) if arm.rows == most]
     first, row = whole[0]  # in fp32, with the loaders of the job
@@ -108,14 +104,14 @@ def check_job(
     formats = {arm.precision: one for arm, one in whole if arm.loaders == first.loaders}
     loaders = {arm.loaders: one for arm, one in whole if arm.precision == "fp32"}
     room, asked = f"at most {HIGH:.0%} of what a worker may use", spec.precision.dtype
-    questions = (
+    questions: tuple[Any, ...] = (
         ("data", "fail", "", "finite losses and other weights", _data(row, source, rows)),
         ("precision", "warn", "precision.dtype", "the fastest format that is right", _precision(formats, asked)),
         ("memory", "warn", "loop.micro_batch_size", room, _memory(row, fewer)),
         ("loaders", "warn", "data.loader_workers", "reading holds no step up", _loaders(loaders, first.loaders)),
     )
     return [
-        CheckResult(f"job {name}", status if remedy else "ok", seen, expected, remedy, key if remedy else "")
+        judged(f"job {name}", seen, expected, remedy, status=status, key=key)
         for name, status, key, expected, (seen, remedy) in questions
     ]
 
@@ -381,7 +377,13 @@ def run_fit(
 
 def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[CheckResult]:
     """A result for each precision, one for the collectives, and one for the copies of batches."""
-    results = [_check_collectives(rows)] if workers > 1 else []
+    results = []
+    if workers > 1:
+        measured = [row for row in rows if row["what"] == "collectives"]
+        reduce, exchange = (min(row[name] for row in measured) / 1e9 for name in ("all_reduce", "all_to_all"))
+        seen = f"{measured[0]['world_size']} workers over {measured[0]['backend']}: all-reduce {reduce:.2g} GB/s, "
+        seen += f"all-to-all {exchange:.2g} GB/s"
+        results.append(judged("collectives", seen, "both complete between all workers"))
     trained = [row for row in rows if row["what"] == "training"]
     for dtype in dict.fromkeys(row["precision"] for row in trained):
         mine = [row for row in trained if row["precision"] == dtype]
@@ -394,8 +396,8 @@ def check_training(rows: Sequence[dict[str, Any]], *, workers: int) -> list[Chec
         expected = (
             f"{FIT_STEPS} steps with products in {mine[0]['wanted']}, finite losses and other weights, on one device"
         )
-        status, remedy = ("fail", "see the rank's own message above") if wrong else ("ok", "")
-        results.append(CheckResult(f"training in {dtype}", status, "; ".join(wrong) or seen, expected, remedy))
+        remedy = "see the rank's own message above" if wrong else ""
+        results.append(judged(f"training in {dtype}", "; ".join(wrong) or seen, expected, remedy))
     return [*results, check_copies(trained)]
 
 
@@ -411,13 +413,14 @@ def check_copies(trained: Sequence[Mapping[str, Any]]) -> CheckResult:
     total = TransferCounts.total(TransferCounts(**row["copies"]) for row in trained)
     idle = [f"rank {row['rank']} in {row['precision']}" for row in trained if not row["copies"]["tensors"]]
     seen = total.describe(device) + (f"; none were counted on {', '.join(idle)}" if idle else "")
-    if not idle and total.tensors == total.pinned == total.non_blocking:
-        return CheckResult(COPIES, "ok", seen, expected)
-    return CheckResult(COPIES, "fail", seen, expected, "copies wait for each other: report this with `check --bundle`")
+    right = not idle and total.tensors == total.pinned == total.non_blocking
+    return judged(
+        COPIES, seen, expected, "" if right else "copies wait for each other: report this with `check --bundle`"
+    )
 
 
-def _wrong(row: dict[str, Any]) -> str:
-    """What is wrong with a worker's training; "" if nothing is."""
+def _wrong(row: dict[str, Any]) -> str | None:
+    """What is wrong with a worker's training."""
     who = f"rank {row['rank']}"
     if row["steps"] != FIT_STEPS:
         return f"{who} took {counted(row['steps'], 'step')}"
@@ -429,14 +432,4 @@ def _wrong(row: dict[str, Any]) -> str:
         return f"{who} computes its products in {' and '.join(sorted(row['products'])) or 'no format'}"
     if row["devices"] != [row["device"]]:
         return f"{who} computes on {row['device']} and holds weights on {', '.join(row['devices'])}"
-    return ""
-
-
-def _check_collectives(rows: Sequence[dict[str, Any]]) -> CheckResult:
-    measured = [row for row in rows if row["what"] == "collectives"]
-    slowest = {name: min(row[name] for row in measured) / 1e9 for name in ("all_reduce", "all_to_all")}
-    seen = (
-        f"{measured[0]['world_size']} workers over {measured[0]['backend']}: all-reduce "
-        f"{slowest['all_reduce']:.2g} GB/s, all-to-all {slowest['all_to_all']:.2g} GB/s"
-    )
-    return CheckResult("collectives", "ok", seen, "both complete between all workers")
+    return None

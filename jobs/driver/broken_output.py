@@ -32,20 +32,14 @@ class OutputLost(SystemExit):
 
     @property
     def reason(self) -> str:
-        """What happened, in a few words."""
         return "its reader has closed the pipe" if self.closed else (self.error.strerror or str(self.error))
 
 
 class GuardedFile(io.FileIO):
-    """The file of a stream: what cannot be written is dropped, or ends the command with `OutputLost`.
+    """The file of a stream: what cannot be written is dropped, or ends the command with `OutputLost`."""
 
-    Attributes:
-        outlived: the command goes on without the output.
-        lost: why nothing is written any more.
-    """
-
-    outlived = False
-    lost: OutputLost | None = None
+    outlived = False  # whether the command goes on without the output
+    lost: OutputLost | None = None  # why nothing is written any more
 
     def write(self, data: Any, /) -> int:
         if self.lost is None:
@@ -54,19 +48,16 @@ class GuardedFile(io.FileIO):
             except BlockingIOError:
                 raise
             except OSError as error:
-                self._lose(error)
+                self.lost = OutputLost(error)
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self.fileno())  # also for processes that are started later
+                os.close(nothing)
+                if self.outlived and self.fileno() == STDOUT:
+                    lost = f"standard output can no longer be written ({self.lost.reason})"
+                    _say(f"{lost}: the command goes on without it")
         if self.lost is not None and not self.outlived:
             raise self.lost
         return len(data)
-
-    def _lose(self, error: OSError) -> None:
-        """From now on the descriptor leads nowhere, also for processes that are started later."""
-        self.lost = OutputLost(error)
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self.fileno())
-        os.close(nothing)
-        if self.outlived and self.fileno() == STDOUT:
-            _say(f"standard output can no longer be written ({self.lost.reason}): the command goes on without it")
 
 
 STDOUT, STDERR = 1, 2

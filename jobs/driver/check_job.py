@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,11 +62,26 @@ _LARGE = (torch.Tensor, nn.Parameter, torch.UntypedStorage)
 
 def check_sendable(spec: JobSpec) -> None:
     """Check that each Python object of a job can be pickled."""
-    for key, value in _objects(spec):
+    model, data = spec.model, spec.data
+    named = {"model.module": model.module, "data.train": data.train, "data.eval": data.eval,
+             "data.collate": data.collate}  # fmt: skip
+    named |= {
+        f"{name}.{key}": value for name, one in (("model", model), ("data", data)) for key, value in one.keys.items()
+    }
+    for key, value in named.items():
+        if value is None or isinstance(value, bool | int | float | str):
+            continue
         module = value.module if isinstance(value, Trainable) else value
         if isinstance(module, nn.Module):
             make_sendable(module)
-            _check_hooks(module, key)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # torch leaves them out
+                    kind = type(module).__name__
+                    raise InputError(
+                        key, got=f"a {kind} with a hook on the tensor {name}, which no worker would receive",
+                        expected="hooks on modules only",
+                        remedy="register it in a function that builds the model, and name that as model.builder",
+                    )  # fmt: skip
         error = _refusal(value)
         if error is None:
             continue
@@ -82,45 +97,16 @@ def check_sendable(spec: JobSpec) -> None:
         )  # fmt: skip
 
 
-def _check_hooks(module: nn.Module, key: str) -> None:
-    """Refuse hooks of tensors, which torch leaves out when it pickles a tensor."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            raise InputError(
-                key, got=f"a {type(module).__name__} with a hook on the tensor {name}, which no worker would receive",
-                expected="hooks on modules only", remedy="register it in a function that builds the model, and name "
-                "that as model.builder",
-            )  # fmt: skip
-
-
-def _objects(spec: JobSpec) -> Iterator[tuple[str, Any]]:
-    """Key and value of what may be a Python object."""
-    model, data = spec.model, spec.data
-    named = {"model.module": model.module, "data.train": data.train, "data.eval": data.eval,
-             "data.collate": data.collate}  # fmt: skip
-    named |= {f"model.{key}": value for key, value in model.keys.items()}
-    named |= {f"data.{key}": value for key, value in data.keys.items()}
-    for key, value in named.items():
-        if value is not None and not isinstance(value, bool | int | float | str):
-            yield key, value
-
-
 def _refusal(value: Any) -> Exception | None:
     """The error with which a value refuses to be pickled; None if it can be."""
     if type(value).__module__.split(".")[0] in ("ray", "pyarrow"):
         return None
     try:
-        _pickler().Checking(_Nowhere(), protocol=5, buffer_callback=lambda _buffer: None).dump(value)
+        nowhere = SimpleNamespace(write=len)  # a file that forgets what is written to it
+        _pickler().Checking(nowhere, protocol=5, buffer_callback=lambda _buffer: None).dump(value)
     except Exception as error:  # of any type: a class may define how it is pickled
         return error
     return None
-
-
-class _Nowhere:
-    """A file that forgets what is written to it."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def _pickler() -> Any:
@@ -334,7 +320,7 @@ def train_job(
     Args:
         attempt: number of this command's first attempt.
         claimed: the number that the driver took for the next attempt, if that is not the first.
-        connection: how a builder reaches the expert hosts; None without hosts.
+        connection: how a builder reaches the expert hosts, if there are some.
     """
     return TrainJob(
         seed=spec.seed,

@@ -64,11 +64,8 @@ WARNINGS = 2
 
 
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
-    """Print the machines, the decisions with their reasons by subject, the warnings, and the other keys that were set.
-
-    A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
-    also lists the defaults, which plan.json always contains.
-    """
+    """Print the machines, the decisions with their reasons by subject, the warnings, and the other keys that were set;
+    with `full` also the defaults. A terminal gets tables, a pipe a line `name: value  # reason` for each row."""
     machines, rows = plan.inventory, _rows(plan)
     print_line(console, f"{machines['source']}: {machines['summary']}")
     stated = " ".join(reason for _, _, reason in rows.values())
@@ -91,21 +88,15 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
 
 @dataclass(frozen=True)
 class ResumedFrom:
-    """What a resumed run takes over.
+    """What a resumed run takes over."""
 
-    Attributes:
-        step: of the newest complete checkpoint; None: there is none yet.
-        attempt: number of the command's first attempt.
-        measured: choice -> the value that an earlier attempt measured, of those that hold for this plan.
-    """
-
-    step: int | None
-    attempt: int
-    measured: Mapping[str, Any]
+    step: int | None  # of the newest complete checkpoint; None: there is none yet
+    attempt: int  # number of the command's first attempt
+    measured: Mapping[str, Any]  # choice -> the value that an earlier attempt measured, of those that still hold
 
     @property
     def text(self) -> str:
-        """Where the run continues: `from step 276 (checkpoints/step_00000276), attempt 2`."""
+        """Where the run continues."""
         if self.step is None:
             return f"from step 0, as there is no checkpoint yet; attempt {self.attempt}"
         return f"from step {self.step:,} (checkpoints/step_{self.step:08d}), attempt {self.attempt}"
@@ -114,13 +105,8 @@ class ResumedFrom:
 def print_start(
     plan: Plan, console: Console, *, warnings: Sequence[str], every: bool = False, resumed: ResumedFrom | None = None
 ) -> None:
-    """Print what a training is about to do, in at most six lines, one more if it resumes, and `WARNINGS` warnings.
-
-    Args:
-        warnings: of the plan and of the checks.
-        every: print them all.
-        resumed: what it takes over; None: a new run.
-    """
+    """Print what a training is about to do, in at most six lines, one more if it resumes, and `WARNINGS` warnings, or
+    `every` one."""
     for name, text in _start_rows(plan, {} if resumed is None else resumed.measured):
         print_row(console, f"{name:<10}", text)
     if resumed is not None:
@@ -150,16 +136,13 @@ def _rows(plan: Plan) -> dict[str, Row]:
         hidden.add("accumulation")
     if plan.value("hosts", 0) == "none":
         hidden |= {"hosts", "experts"}
-    return {
-        name: (LABELS.get(name, name.replace("_", " ")), value, _with_source(reason, plan.sources))
-        for name, (_, value, reason) in found.items()
-        if name not in hidden
-    }
-
-
-def _with_source(reason: str, sources: Mapping[str, str]) -> str:
-    """A reason that is the name of a key, with where its value came from."""
-    return f"{reason} ({sources[reason]})" if sources.get(reason, "default") != "default" else reason
+    shown = dict[str, Row]()
+    for name, (_, value, reason) in found.items():
+        if name not in hidden:
+            given = plan.sources.get(reason, "default") != "default"  # the reason is the name of a key
+            reason = f"{reason} ({plan.sources[reason]})" if given else reason
+            shown[name] = LABELS.get(name, name.replace("_", " ")), value, reason
+    return shown
 
 
 def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
@@ -219,7 +202,7 @@ def _of(text: str, noun: str) -> str:
 
 
 def _machines(inventory: Mapping[str, Any]) -> str:
-    """Nodes, cores and GPUs in few words: `4 nodes, 64 CPU cores, 16 x H100`."""
+    """Nodes, cores and GPUs: `4 nodes, 64 CPU cores, 16 x H100`."""
     nodes = inventory["nodes"]
     gpus = Counter(device["name"] for node in nodes for device in node["devices"] if device["kind"] != "cpu")
     if len(nodes) == 1 and sum(gpus.values()) <= 1:
@@ -285,7 +268,10 @@ def job_text(plan: Plan) -> str:
         section, _, name = key.rpartition(".")
         value, comment = _lookup(plan.config, key), source
         if value == AUTO and key in DECIDED and DECIDED[key] in plan.choices():
-            value, comment = _decided(plan, DECIDED[key])
+            choice = plan.choices()[DECIDED[key]]
+            comment = reason_of(choice)
+            if isinstance(choice, Resolved):
+                value = None if choice.value == "none" else choice.value
         elif source == "default":
             continue
         if value is not None or source != "default":
@@ -296,22 +282,9 @@ def job_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _decided(plan: Plan, name: str) -> tuple[Any, str]:
-    """What stands in the place of `auto`, and the reason."""
-    choice = plan.choices()[name]
-    if not isinstance(choice, Resolved):
-        return AUTO, reason_of(choice)
-    return (None if choice.value == "none" else choice.value), choice.reason
-
-
 def _line(name: str, value: Any, comment: str, *, indented: bool) -> str:
     short = " ".join(comment.split())
     short = short if len(short) <= MOST_COMMENT else short[: MOST_COMMENT - 3] + "..."
-    return f"{'  ' * indented}{name}: {_as_yaml(value)}  # {short}"
-
-
-def _as_yaml(value: Any) -> str:
-    """A value as YAML: JSON is a part of it, and plain words need no quotes."""
-    if isinstance(value, str) and PLAIN.fullmatch(value) and value not in RESERVED:
-        return value
-    return json.dumps(value)
+    plain = isinstance(value, str) and PLAIN.fullmatch(value) and value not in RESERVED
+    text = value if plain else json.dumps(value)  # which is YAML too
+    return f"{'  ' * indented}{name}: {text}  # {short}"

@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Context manager after which the signals have the handlers that they had before; `ray.init` replaces SIGTERM's."""
+    """Restores the signals' handlers on exit; `ray.init` replaces SIGTERM's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -68,11 +68,7 @@ class StopSignals:
         self._unraisable: Any = None
 
     def install(self) -> None:
-        """Install the handlers; called again after `ray.init`, which replaces the handler of SIGTERM.
-
-        Raises:
-            Interrupted: a signal arrived in the meantime whose exception was lost.
-        """
+        """Install the handlers; called again after `ray.init`, which replaces the handler of SIGTERM."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._writer is None:
@@ -106,19 +102,14 @@ class StopSignals:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         again, self._raised = now - self._raised <= SAME_SIGNAL_S, now
-        if number == signal.SIGHUP:
-            self._discard_output()
-        if not self.training and not again:
-            raise Interrupted(signal.Signals(number).name)
-
-    def _discard_output(self) -> None:
-        """Send what is printed from now on to /dev/null: each write to a terminal that is gone is an error."""
-        if self._terminals:
+        if number == signal.SIGHUP and self._terminals:  # each write to a terminal that is gone is an error
             nothing = os.open(os.devnull, os.O_WRONLY)
             for descriptor in self._terminals:
                 os.dup2(nothing, descriptor)
             os.close(nothing)
             self._terminals = []
+        if not self.training and not again:
+            raise Interrupted(signal.Signals(number).name)
 
     def _on_unraisable(self, unraisable: Any) -> None:
         leaving = self._raised > float("-inf") and not self.training

@@ -112,11 +112,8 @@ def resolve_model_paths(model: ModelConfig) -> ModelConfig:
 
 
 def local_paths(spec: JobSpec, *, missing: bool = False) -> dict[str, str]:
-    """Every local path that workers read, by key; the entries of a list are numbered (`key[0]`).
-
-    Args:
-        missing: those where nothing exists, instead of those where something does.
-    """
+    """Every local path that workers read, by key, or with `missing` those where nothing exists; the entries of a list
+    are numbered (`key[0]`)."""
     given = {f"data.{key}": value for key, value in spec.data.keys.items()}
     given |= {"model.init_from": spec.model.init_from, "model.path": spec.model.keys.get("path")}
     found = {}
@@ -197,8 +194,14 @@ def warn_of_named_devices(spec: JobSpec) -> list[str]:
     raytrain chooses one device for each process and moves the model and each batch to it.
     """
     found = []
-    files = (_file_of(reference or "") for reference in (spec.model.builder, spec.data.source))
-    for path in dict.fromkeys(path for path in files if path is not None):
+    files = []
+    for module, _, function in ((given or "").partition(":") for given in (spec.model.builder, spec.data.source)):
+        if function and module.split(".")[0] not in ("raytrain", "experts", "jobs", "cluster"):
+            below = module.replace(".", os.sep)
+            ends = (f"{below}.py", os.path.join(below, "__init__.py"))
+            places = (Path(folder, end) for folder in (os.getcwd(), *sys.path) for end in ends)
+            files += [path for path in places if path.is_file()][:1]
+    for path in dict.fromkeys(files):
         places = list(named_devices(path.read_text(encoding="utf-8", errors="replace")))
         if places:
             named = abbreviated([f"{path.name}:{line} {what}" for line, what in places], LISTED_PLACES)
@@ -210,10 +213,8 @@ def warn_of_named_devices(spec: JobSpec) -> list[str]:
 
 
 def named_devices(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) for each call in Python source that names an accelerator.
-
-    Nothing is yielded if the source cannot be parsed: importing it reports the error better.
-    """
+    """Yield (line, text) for each call in Python source that names an accelerator; none if it cannot be parsed, which
+    importing it reports better."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -231,19 +232,6 @@ def named_devices(source: str) -> Iterator[tuple[int, str]]:
             yield call.lineno, f".{name}()"
         elif named and (name in ("to", "device", "set_default_device") or by_keyword):
             yield call.lineno, f'{name}("{named[0]}")'
-
-
-def _file_of(reference: str) -> Path | None:
-    """The file that defines a user's `module:function`; None for raytrain's own modules and if no file is found."""
-    module, _, function = reference.partition(":")
-    if not function or module.split(".")[0] in ("raytrain", "experts", "jobs", "cluster"):
-        return None
-    below = module.replace(".", os.sep)
-    for folder in (os.getcwd(), *sys.path):
-        for path in (Path(folder, f"{below}.py"), Path(folder, below, "__init__.py")):
-            if path.is_file():
-                return path
-    return None
 
 
 # ---------------------------------------------------------------- nodes file

@@ -113,16 +113,9 @@ def key_lines(name: str | None, *, width: int) -> list[str]:
         return lines
     for row in wanted:
         head, text = _entry(row)
-        wrapped = textwrap.wrap(text, max(30, width - 6))
-        lines += [head, *(f"    {line}" for line in wrapped)]
-    notes = [_OPEN[name]] if name in _OPEN else []
-    return [*lines, *notes]
-
-
-_OPEN = {
-    "model": "All other keys of `model` are arguments of your own builder.",
-    "data": "All other keys of `data` are arguments of your own source.",
-}
+        lines += [head, *(f"    {line}" for line in textwrap.wrap(text, max(30, width - 6)))]
+    own = {"model": "builder", "data": "source"}.get(name or "")
+    return [*lines, f"All other keys of `{name}` are arguments of your own {own}."] if own else lines
 
 
 def job_schema() -> dict[str, Any]:
@@ -173,11 +166,8 @@ _VALUES = {
 
 
 def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    """The arguments with `section.key=value` in the place of each known option; all others stay as they are.
-
-    Args:
-        names: option, without its dashes and with underscores -> key.
-    """
+    """The arguments with `section.key=value` in the place of each known option; all others stay as they are. `names`
+    are those of options, without dashes and with underscores, with their keys."""
     found, waiting = [], list(arguments)
     while waiting:
         given = waiting.pop(0)
@@ -192,8 +182,13 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
             if not waiting:
                 raise InputError(given, got="no value", expected=f"{given} VALUE")
             value = waiting.pop(0)
-        if name == MACHINES:
-            _check_machines(value, arguments)
+        if name == MACHINES:  # Ray knows the machines of its cluster: more than one need nothing but its address
+            if value != "1" and not any(given.startswith("cluster.address=") for given in arguments):
+                raise InputError(
+                    f"--{MACHINES}", got=value, expected="1, or the address of a Ray cluster of these machines",
+                    remedy="add cluster.address=HOST:PORT; workers are spread over its nodes. Without a cluster: "
+                    "`raytrain plan job.yaml --print torchrun`",
+                )  # fmt: skip
             continue
         key, plain = names[name], value.lower() if value in ("True", "False") else value
         found.append(f"{key}={_VALUES.get((key, plain), plain)}")
@@ -201,14 +196,16 @@ def as_keys(arguments: Sequence[str], names: Mapping[str, str]) -> list[str]:
 
 
 def unknown_option(option: str, given: Sequence[str], *, verb: str, known: Sequence[str]) -> InputError:
-    """The error for an option that a verb does not have, with what to type instead.
-
-    Args:
-        option: what click found, with its dashes; short ones hold a letter each.
-        given: the arguments of the verb.
-        known: the options of the verb.
-    """
-    name, value = option.lstrip("-").replace("-", "_"), _value_of(option, given)
+    """The error for an option (with its dashes; short ones hold a letter each) that is among the `given` arguments and
+    not among the `known` options of a verb, with what to type instead."""
+    name, value = option.lstrip("-").replace("-", "_"), None
+    named = [place for place, text in enumerate(given) if text.partition("=")[0] == option]
+    place = next(iter([*named, *(place for place, text in enumerate(given) if text.startswith(option))]), None)
+    if place is not None:  # what follows the option, if it may belong to it
+        _, mark, value = given[place].partition("=")
+        after = given[place + 1] if place + 1 < len(given) else ""
+        if not mark:
+            value = after if after and not after.startswith("-") and "=" not in after else None
     if name in FILES:
         typed = shell_command(verb, value or "job.yaml")
         return InputError(option, got="an option", expected="the job file alone", remedy=f"did you mean `{typed}`?")
@@ -230,17 +227,6 @@ def unknown_option(option: str, given: Sequence[str], *, verb: str, known: Seque
     return InputError(option, got="an unknown option", expected=expected, remedy=remedy)
 
 
-def _value_of(option: str, given: Sequence[str]) -> str | None:
-    """What follows an option among the arguments, if it may belong to it."""
-    named = [place for place, text in enumerate(given) if text.partition("=")[0] == option]
-    place = next(iter([*named, *(place for place, text in enumerate(given) if text.startswith(option))]), None)
-    if place is None:
-        return None
-    _, mark, value = given[place].partition("=")
-    after = given[place + 1] if place + 1 < len(given) else ""
-    return value if mark else after if after and not after.startswith("-") and "=" not in after else None
-
-
 def _typed(key: str, name: str, value: str | None, *, example: str) -> str:
     """`key=value` with the value that was given with an option `name`; with one that the key takes if it does not take
     that."""
@@ -248,13 +234,3 @@ def _typed(key: str, name: str, value: str | None, *, example: str) -> str:
         if one and accepts(JobSpec, f"{key}={one}"):
             return shlex.quote(f"{key}={one}")
     return example or f"{key}=VALUE"
-
-
-def _check_machines(value: str, arguments: Sequence[str]) -> None:
-    """Ray knows the machines of its cluster: more than one need nothing but its address."""
-    if value != "1" and not any(given.startswith("cluster.address=") for given in arguments):
-        raise InputError(
-            f"--{MACHINES}", got=value, expected="1, or the address of a Ray cluster of these machines",
-            remedy="add cluster.address=HOST:PORT; workers are spread over its nodes. Without a cluster: "
-            "`raytrain plan job.yaml --print torchrun`",
-        )  # fmt: skip

@@ -105,10 +105,8 @@ REPLACES = {("model", "builder"): ("model", "experts"), ("model", "module"): ("m
 
 
 def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> tuple[dict[Any, Any], dict[str, tuple[Any, str]]]:
-    """A job merged into those that it extends: its values replace theirs key by key, and null takes one back.
-
-    Args:
-        file: of the job, which a base is relative to; None: relative to the current folder.
+    """A job merged into those that it extends: its values replace theirs key by key, and null takes one back. A base is
+    relative to the `file` of the job, else to the current folder.
 
     Returns:
         All values, without `extends`, and what it extends, nearest first: file or recipe -> (its mapping, "file" or
@@ -116,7 +114,7 @@ def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> tuple[dict[Any
     """
     bases: dict[str, tuple[Any, str]] = {}
     seen = [] if file is None else [str(file.resolve())]
-    merged, current = _without(mapping), mapping
+    merged, current = {key: value for key, value in mapping.items() if key != EXTENDS}, mapping
     while current.get(EXTENDS) is not None:
         base, is_recipe = _located(current[EXTENDS], folder=Path() if file is None else file.parent)
         where = str(base.resolve())
@@ -125,13 +123,10 @@ def extended(mapping: Mapping[Any, Any], *, file: Path | None) -> tuple[dict[Any
             raise InputError(EXTENDS, got=f"a circle: {circle}", expected="jobs of which one extends none")
         seen.append(where)
         current, file = load_yaml(read_job(base), origin=str(base)), base
-        bases[base.stem if is_recipe else str(base)] = _without(current), "recipe" if is_recipe else "file"
-        merged = _merged(_without(current), merged)
+        own = {key: value for key, value in current.items() if key != EXTENDS}
+        bases[base.stem if is_recipe else str(base)] = own, "recipe" if is_recipe else "file"
+        merged = _merged(own, merged)
     return merged, bases
-
-
-def _without(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in mapping.items() if key != EXTENDS}
 
 
 def _located(given: Any, *, folder: Path) -> tuple[Path, bool]:
@@ -219,21 +214,13 @@ class JobSpec(Section):
 
 @dataclass(frozen=True, eq=False)
 class LoadedSpec:
-    """A job and where it came from.
-
-    Attributes:
-        spec: the job.
-        sources: dotted key -> ``default``, ``recipe``, ``file``, ``python`` or ``command line``.
-        mapping: the given job with the overrides merged in; Python objects are kept.
-        text: the job as given: the file's text, or YAML of the mapping.
-        merged_text: YAML of the mapping including the overrides; `--resume` reads it.
-    """
+    """A job and where it came from."""
 
     spec: JobSpec
-    sources: dict[str, str]
-    mapping: dict[str, Any]
-    text: str
-    merged_text: str
+    sources: dict[str, str]  # dotted key -> ``default``, ``recipe``, ``file``, ``python`` or ``command line``
+    mapping: dict[str, Any]  # the given job with the overrides merged in; Python objects are kept
+    text: str  # the job as given: the file's text, or YAML of the mapping
+    merged_text: str  # YAML of the mapping including the overrides; `--resume` reads it
 
 
 def load_spec(
@@ -250,9 +237,6 @@ def load_spec(
         overrides: ``section.key=value``; of duplicate keys, the last wins.
         mapping: a job from Python, which may contain objects in `model.module`, `data.train` and `data.eval`.
         runs_here: replace `~` and variables in paths by what they are here; False for a job of another machine.
-
-    Raises:
-        InputError: the first mistake, with its key.
     """
     if path is not None and mapping is not None:
         raise InputError("mapping", got="a file and a mapping", expected="only one of them")
@@ -263,8 +247,11 @@ def load_spec(
         origin = "file" if path is given_path else "recipe"
         text = read_job(path)
         mapping = load_yaml(text, origin=str(path))
-    if origin == "recipe" and path == DEFAULT_RECIPE:
-        mapping = _without_replaced(mapping, overrides)
+    if origin == "recipe" and path == DEFAULT_RECIPE:  # its optimizer is none for any model
+        given_keys = {parse_override(text)[0] for text in overrides}
+        replaced = [("model", "model.builder"), ("experts", "model.builder"), ("optim", "model.builder")]
+        dropped = {name for name, key in [*replaced, ("data", "data.source")] if key in given_keys}
+        mapping = {name: {} if name in dropped else section for name, section in mapping.items()}
     own = mapping
     mapping, bases = extended(own, file=path)
     merged, touched = apply_overrides(mapping, overrides)
@@ -306,23 +293,6 @@ def _typed(value: Any, *, key: str) -> Any:
     return typed_path(os.fspath(value), key=key) if isinstance(value, str | os.PathLike) and str(value) else value
 
 
-def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The built-in recipe without the model, experts or data section if the command line replaces it; nor is its
-    optimizer one for any model."""
-    given = {parse_override(text)[0] for text in overrides}
-    replaced = {name: {"model.builder"} for name in ("model", "experts", "optim")} | {"data": {"data.source"}}
-    return {name: {} if given & replaced.get(name, set()) else section for name, section in recipe.items()}
-
-
-def _values(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """``section.key`` -> encoded value."""
-    values: dict[str, Any] = {}
-    for name, value in encoded.items():
-        section = value if isinstance(value, dict) else None
-        values |= {name: value} if section is None else {f"{name}.{key}": section[key] for key in section}
-    return values
-
-
 def _leaves(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The path of every value that is not a mapping; an empty mapping counts as a value."""
     if not isinstance(value, dict) or not value:
@@ -359,12 +329,9 @@ def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_objects(spec: JobSpec) -> None:
     """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python."""
-    for key, value in (
-        ("model.module", spec.model.module),
-        ("data.train", spec.data.train),
-        ("data.eval", spec.data.eval),
-        ("data.collate", spec.data.collate),
-    ):
+    data = spec.data
+    objects = {"model.module": spec.model.module, "data.train": data.train, "data.eval": data.eval}
+    for key, value in (objects | {"data.collate": data.collate}).items():
         if isinstance(value, str) and value.startswith(PLACEHOLDER):
             remedy = "this job was started from Python: call jobs.train.train with the same object"
             raise InputError(key, got=value, expected="a Python object", remedy=remedy)
@@ -433,17 +400,20 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     before, after = values_of(old), values_of(new)
     names = [*before, *(key for key in after if key not in before)]
-    return [key for key in names if _text(before, key) != _text(after, key)]
+
+    def text(values: Mapping[str, Any], key: str) -> str | None:
+        """A value as text, since 1, 1.0 and true compare equal; None for a missing key."""
+        return json.dumps(values[key], sort_keys=True, default=repr) if key in values else None
+
+    return [key for key in names if text(before, key) != text(after, key)]
 
 
 def values_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    """{dotted key: value} of a job with its defaults filled in; of a Python object, its class."""
-    return _values(encode(load_spec(mapping=job).spec))
-
-
-def _text(values: Mapping[str, Any], key: str) -> str | None:
-    """A value as text, since 1, 1.0 and true compare equal; None for a missing key."""
-    return json.dumps(values[key], sort_keys=True, default=repr) if key in values else None
+    """{section.key: value} of a job with its defaults filled in; of a Python object, its class."""
+    values: dict[str, Any] = {}
+    for name, value in encode(load_spec(mapping=job).spec).items():
+        values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return values
 
 
 def may_change_on_resume(key: str) -> bool:
@@ -454,20 +424,13 @@ def may_change_on_resume(key: str) -> bool:
 
 
 #: The reference path (`loop.reference`) disables every optimization of speed or memory at once, to find out whether one
-#: of them causes a problem. Each also has a key of its own; the values of this table override those of the job.
+#: of them causes a problem. Each also has a key of its own; the values of this table override those of the job, but for
+#: `precision.dtype: fp64`, which is more exact still.
 REFERENCE: dict[str, Any] = {
-    "loop.compile": "off",
-    "loop.activation_checkpointing": False,
-    "loop.cudnn_benchmark": False,
-    "loop.mask_cache_mb": 0.0,
-    "optim.fused": False,
-    "data.storage": "stream",
-    "experts.inflight": 1,
-    "scale.overlap": False,
-    "precision.dtype": "fp32",
-    "precision.fp32_layers": [],
-}
-"""Key -> its value on the reference path. `precision.dtype: fp64` is kept, since it is more exact still."""
+    "loop.compile": "off", "loop.activation_checkpointing": False, "loop.cudnn_benchmark": False,
+    "loop.mask_cache_mb": 0.0, "optim.fused": False, "data.storage": "stream", "experts.inflight": 1,
+    "scale.overlap": False, "precision.dtype": "fp32", "precision.fp32_layers": [],
+}  # fmt: skip
 
 
 def as_reference(spec: JobSpec) -> tuple[JobSpec, set[str]]:

@@ -202,7 +202,7 @@ def test_another_node_leaves_with_the_exit_code_and_passes_a_stop_on(
     joined: list[str] = []
 
     @contextlib.contextmanager
-    def node_of(node: torchrun.LaunchedNode, address: str) -> Iterator[None]:
+    def node_of(processes: int, address: str) -> Iterator[None]:
         joined.append(address)
         yield
         joined.append("left")
@@ -220,14 +220,14 @@ def test_another_node_leaves_with_the_exit_code_and_passes_a_stop_on(
 def test_a_node_that_cannot_join_ends_all(
     torchruns: Callable[..., FakeStore], run_main: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(node: torchrun.LaunchedNode, *arguments: str) -> Any:
+    def refused(processes: int, *arguments: str) -> Any:
         raise RunError("`ray start`: the head refused this node")
 
     monkeypatch.setattr(torchrun, "ray_node", refused)
     store = torchruns(lambda store: store.set("head", "10.0.0.4:6379"), node=1, nodes=2)
     assert run_main("train", "default") == (1, "error: `ray start`: the head refused this node\n")
     assert store.said["stop"] == b"1"
-    monkeypatch.setattr(torchrun, "ray_node", lambda node, *arguments: contextlib.nullcontext())
+    monkeypatch.setattr(torchrun, "ray_node", lambda processes, *arguments: contextlib.nullcontext())
     monkeypatch.setattr("cluster.network.address_towards", lambda host, port: "10.0.0.4")
     leading = torchruns(lambda store: store.set("stop", "1"), nodes=2)
     code, said = run_main("train", "default")
