@@ -54,7 +54,6 @@ class TrialDevices:
     required: str = ""  # Ray's accelerator type that a trial needs, where the cluster has several; else ""
 
     def resources(self, *, local: bool) -> dict[str, float]:
-        """What Ray reserves for one trial."""
         own: dict[str, float] = {"CPU": 1, "GPU": 1} if self.on_gpu else {"CPU": 1 if local else self.cores}
         return own | ({f"accelerator_type:{self.required}": SLIVER} if self.required else {})
 
@@ -190,7 +189,6 @@ class BatchCommand(TuneCommand):
         return [run_needs(self.spec, self.search.run_plan), [self._need(cluster)]]
 
     def _need(self, cluster: Cluster) -> Need:
-        """What a trial reserves."""
         return Need("scale.threads", "trial", 1, self.search.devices.resources(local=cluster.local))
 
     def measure(self, cluster: Cluster) -> None:

@@ -193,7 +193,6 @@ def reservations() -> set[str]:
 
 
 def run_name(number: int) -> str:
-    """Name of the run of a trial."""
     return f"trial-{number:04d}"
 
 

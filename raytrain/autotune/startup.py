@@ -86,7 +86,6 @@ class Calibration:
         return isinstance(getattr(self.session.job.plan, name), Deferred)
 
     def use(self, **settings: Any) -> None:
-        """Make the session use these settings of its step."""
         self.session.use(replace(self.session.settings, **settings))
 
     def begin(self, phase: str) -> None:

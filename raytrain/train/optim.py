@@ -31,8 +31,6 @@ class Eager:
 
 
 class AdamW(Eager, torch.optim.AdamW):
-    """torch's AdamW."""
-
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
@@ -109,7 +107,7 @@ class Muon(Eager, torch.optim.Optimizer):
     def _update(
         self, parameters: list[nn.Parameter], skip: Tensor | None, *, lr: float, weight_decay: float, momentum: float
     ) -> None:
-        """Update parameters whose matrices have equal shapes."""
+        # of parameters whose matrices have equal shapes
         directions = []
         for parameter in parameters:
             assert parameter.grad is not None

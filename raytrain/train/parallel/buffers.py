@@ -49,7 +49,6 @@ class ForwardChanges:
         ]
 
     def before_passes(self) -> None:
-        """Before the passes of a step."""
         if not self.learnt:
             self._marks = {name: _Mark(one) for name, one in self._watched.items()}
         self.before_lookups()

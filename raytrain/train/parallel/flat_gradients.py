@@ -113,7 +113,6 @@ def _views(rows: Tensor) -> list[Tensor]:
 
 
 def _exact_sum(flat: Tensor) -> Tensor:
-    """The sum in float64 throughout."""
     converted = torch.empty(min(PIECE, flat.numel()), dtype=torch.float64)
     sums = []
     for piece in flat.split(PIECE):
@@ -333,7 +332,6 @@ class HeldGradients(GradientBuffers):
         self.zero_()
 
     def zero_(self) -> None:
-        """Drop all gradients."""
         self._views, self.buffers = list(self._empty), []
         for parameter, *_ in self._views:
             parameter.grad = None

@@ -344,7 +344,6 @@ class ShardSaver:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the write, raise its exception, and stop the thread."""
         if not self._first:
             try:
                 self.wait()
@@ -490,5 +489,4 @@ class Sharded(Replicated):
                 storage.resize_(0)
 
     def facts(self) -> dict[str, Any]:
-        """What sharding made of the module."""
         return {"sharded": self._sizes}

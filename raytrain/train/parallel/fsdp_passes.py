@@ -58,7 +58,6 @@ class ShardedPasses:
 
     @contextlib.contextmanager
     def forward_pass(self, *, idle: bool) -> Iterator[None]:
-        """As in `raytrain.train.parallel.reduction.Reduction`."""
         self.order.begin()
         self._in_forward, self._idle = True, idle
         try:

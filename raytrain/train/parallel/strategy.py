@@ -59,8 +59,6 @@ class Filler:
 
 
 class ForStep(TypedDict, total=False):
-    """Arguments of `TrainingStep` that depend on the strategy."""
-
     reduction: Reduction
     filler: Callable[[], Batch]
     without_rows: Callable[[], AbstractContextManager[None]]
@@ -121,5 +119,4 @@ class Replicated:
             parameter.data = parameter.data.new_empty(0)
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
         return {}
