@@ -46,7 +46,6 @@ class BatchLoader:
 
     Args:
         batches: selects the rows of each step, and this rank's share of them.
-        device: device of the batches.
         weight: `Trainable.weight`; None counts the labels other than -100, or the rows where there are no labels.
         dtype: if float64, floating-point tensors of a batch are cast to it; otherwise they keep their dtype, except for
             float64 columns that float32 holds as well (`raytrain.data.rows.float64`).

@@ -31,15 +31,11 @@ STREAM_BYTES = 32 << 20
 
 
 def product_flops(device: torch.device, dtype: str, *, width: int = 512, budget_s: float = POINT_S) -> float:
-    """FLOPs per second of the matrix products of training in this process, with torch's current number of threads.
+    """FLOPs per second of the matrix products of training in this process, in a `precision.dtype`, with torch's current
+    number of threads; after `budget_s` seconds no more than `REPEATS` repetitions are made.
 
-    Measured on forward and backward of linear maps with master weights, as a step computes them: with the casts, copies
-    and transposed operands that a product alone does not have.
-
-    Args:
-        dtype: a value of `precision.dtype`.
-        width: each map is (`ROWS`, width) by (width, width).
-        budget_s: after this many seconds, no more than `REPEATS` repetitions are made.
+    Measured on forward and backward of linear maps with master weights, (`ROWS`, width) by (width, width), as a step
+    computes them: with the casts, copies and transposed operands that a product alone does not have.
     """
     policy = policy_for(dtype)
     like: dict[str, Any] = {"dtype": policy.master_dtype, "device": device}

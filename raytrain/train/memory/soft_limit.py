@@ -36,14 +36,9 @@ class HeldTensor:
 
 
 def largest_tensors(session: Any = None) -> list[HeldTensor]:
-    """The tensors of this process that take most memory, those of the training by name; the largest first.
-
-    Takes a tenth of a second in a process with a million objects. Memory that only autograd holds, such as saved
-    activations, has no Python object and is not found.
-
-    Args:
-        session: the `Session` of this process; None: nothing is known by name.
-    """
+    """The tensors of this process that take most memory, those of its `Session` by name; the largest first. Memory that
+    only autograd holds, such as saved activations, has no Python object and is not found. Takes a tenth of a second in
+    a process with a million objects."""
     kind = "cpu" if session is None else session.device.type
     by_memory: dict[int, Tensor] = {}
     for one in gc.get_objects():
@@ -108,8 +103,7 @@ class SoftLimit:
 
     Args:
         limit: bytes, or None as long as they are unknown; asked until they are known.
-        used: bytes in use.
-        tensors: the largest tensors; called when the warning is due.
+        tensors: the largest ones; called when the warning is due.
         who: this process, for the text: `rank 1 (pid 77) on node-1`.
     """
 

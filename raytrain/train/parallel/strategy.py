@@ -30,10 +30,8 @@ FILLER_ROWS = 1000
 
 
 class Filler:
-    """The batch for passes in which a worker has no rows: the first training row with a weight, on the device.
-
-    Its loss is multiplied by zero; that of a row without a weight (every label is -100) would be NaN.
-    """
+    """The batch for passes in which a worker has no rows: the first training row with a weight, on the device. Its loss
+    is multiplied by zero; that of a row without a weight (every label is -100) would be NaN."""
 
     def __init__(self, loader: BatchLoader) -> None:
         self._loader = loader
