@@ -119,7 +119,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def make_sendable(module: nn.Module) -> None:
-    """Let pickle send a module, also its parametrized parts (weight_norm, a user's own): torch gives each its own class,
+    """Let pickle send a module, also its parametrized parts (weight_norm, a user's own): torch gives each a class
     made at run time, whose instances refuse to be pickled."""
     for part in module.modules():
         if parametrize.is_parametrized(part) and "__getstate__" in vars(type(part)):

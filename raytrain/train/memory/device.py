@@ -55,8 +55,8 @@ def give_back_freed_memory() -> bool:
 
 
 def give_back_free_pages() -> None:
-    """Return all unused heap pages to the kernel, once. Needed whatever the thresholds are: a smaller step reuses chunks
-    left by a larger one, and their pages then stay."""
+    """Return all unused heap pages to the kernel, once. Needed whatever the thresholds are: a smaller step reuses the
+    chunks of a larger one, and their pages then stay."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -265,8 +265,8 @@ def _little(total: int) -> int:
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds. On a CPU, whose
-    allocator keeps no account, the process's pages without mapped files, and its whole resident set."""
+    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds. On a CPU, which
+    keeps no account, the process's pages without mapped files, and its whole resident set."""
     if on_gpu(device):
         used, held = gpu_module(device).memory_allocated(device), gpu_module(device).memory_reserved(device)
     else:

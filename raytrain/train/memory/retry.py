@@ -39,8 +39,8 @@ NOT_SPLIT = (
 
 
 class ShortageRetry:
-    """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same. The loader
-    follows the `sizing`; `forget` frees what is kept for the size before."""
+    """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same. The
+    loader follows the `sizing`; `forget` frees what is kept for the size before."""
 
     def __init__(
         self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter,

@@ -63,9 +63,9 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 class TimedCollective:
     """A custom FSDP2 collective (`torch.distributed.fsdp`, `set_custom_all_gather`).
 
-    Adds the seconds of each call to `Workers.wait_s`, before which it calls `meet` (`raytrain.train.parallel.order`). On
-    a CPU the collective has finished when the call returns; FSDP2 would wait for it immediately anyway, since nothing
-    is prefetched. On a GPU the stream of the collective waits, and neither the host nor that of the computation.
+    Calls `meet` (`raytrain.train.parallel.order`), and adds the seconds of each call to `Workers.wait_s`. On a CPU the
+    collective has finished when the call returns; FSDP2 would wait for it immediately anyway, since nothing is
+    prefetched. On a GPU the stream of the collective waits, and neither the host nor that of the computation.
     """
 
     def __init__(self, workers: Workers, collective: Callable[..., Any], meet: Callable[[], None]) -> None:
