@@ -24,8 +24,8 @@ from raytrain.plan.room import Need
 
 
 class BatchTrials(TrialRecorder):
-    """Which trial is next, and how each one ended. The config of a trial is its number and the fields of its `Proposal`.
-    What is `known` of this search so far is not repeated; new results are added to it."""
+    """Which trial is next, and how each one ended. The config of a trial is its number with the fields of its
+    `Proposal`. What is `known` of this search so far is not repeated; new results are added to it."""
 
     def __init__(self, command: TuneCommand, space: BatchSpace, known: SearchResults, *, need: Need) -> None:
         super().__init__(command)

@@ -198,8 +198,8 @@ class TuneCommand:
 
 
 def best_text(job: Mapping[str, Any], reasons: Mapping[str, str], *, header: str) -> str:
-    """The job as YAML, with `header` as a comment at the top and a comment above each dotted key of `reasons`. Relies on
-    the layout of `dump_yaml`: sections are not indented, their keys by two spaces."""
+    """The job as YAML, with `header` as a comment at the top and a comment above each dotted key of `reasons`. Relies
+    on the layout of `dump_yaml`: sections are not indented, their keys by two spaces."""
     lines, section = _comment(header, ""), ""
     for line in dump_yaml(job).splitlines():
         if line[:1].isalpha():

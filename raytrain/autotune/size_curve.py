@@ -201,7 +201,7 @@ class SizeCurve:
         return (1 - NEAR) * max(self.best, min(self.reach, (1 + WORTH_A_LOOK) * self.best))
 
     def _doubt(self, size: int, other: int) -> float:
-        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times that of a mean. The
+        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times a mean's. The
         noise of a pass is how far passes are from the median of their size, which with few is one of them itself."""
         gaps: list[float] = []
         for passes in self.seconds.values():

@@ -309,8 +309,8 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
 
 
 def measure_eager_step(calibration: Calibration) -> None:
-    """Time the step of a prepared session with its parts as they were written, once in a run: the event `eager_step` has
-    the `seconds` of the slowest worker, without reading data. Changes nothing. Nothing is measured where nothing is
+    """Time the step of a prepared session with its parts as they were written, once in a run: the event `eager_step`
+    has the `seconds` of the slowest worker, without reading data. Changes nothing. Nothing is measured where nothing is
     compiled, under fsdp (which measures nothing), and where a pass fails."""
     session = calibration.session
     compiled = session.switches.compiled

@@ -202,8 +202,8 @@ def part_tensors(
 
 
 def check(path: str, *, hash_up_to: int = 0) -> None:
-    """Check that a checkpoint can be loaded, without loading it: its manifest, the sizes of its files, and their content
-    if they are local and have at most `hash_up_to` bytes together. Errors: as `load`."""
+    """Check that a checkpoint can be loaded, without loading it: its manifest, the sizes of its files, and what is in
+    them if they are local and have at most `hash_up_to` bytes together. Errors: as `load`."""
     store = open_store(path)
     with named_files(path):
         manifest = _checked_listing(store)

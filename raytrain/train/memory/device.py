@@ -265,8 +265,8 @@ def _little(total: int) -> int:
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds. On a CPU, which
-    keeps no account, the process's pages without mapped files, and its whole resident set."""
+    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds. On a CPU,
+    which keeps no account, the process's pages without mapped files, and its whole resident set."""
     if on_gpu(device):
         used, held = gpu_module(device).memory_allocated(device), gpu_module(device).memory_reserved(device)
     else:
