@@ -225,6 +225,16 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
 # -- the process of a trial -----------------------------------------------------------------------
 
 
+def use_environment(folder: str, visible: Mapping[str, str]) -> None:
+    """Set the working directory, import path and visible GPUs of this process to those of the command."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    import_from(folder)
+    for name in VISIBLE:  # by which Ray hides all GPUs from a process that reserves none
+        os.environ.pop(name, None)
+    os.environ.update(visible)
+
+
 class SpaceTrial(tune.Trainable):
     """Ray Tune's trainable: each `step` waits for the next evaluation of the run, the last one returns its result.
 
@@ -239,12 +249,7 @@ class SpaceTrial(tune.Trainable):
     ) -> None:  # fmt: skip
         """Start training: the job `mapping`, which has absolute data paths, with the config's overrides, in the search
         folder `sweep`; `channel`: the `DriverChannel` actor through which the driver asks trials to stop."""
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        import_from(folder)
-        for name in VISIBLE:  # by which Ray hides all GPUs from a process that reserves none
-            os.environ.pop(name, None)
-        os.environ.update(visible)
+        use_environment(folder, visible)
         trial = config["trial"]
         self._sweep, self._name = SweepFolder(sweep), run_name(trial["number"])
         own = [f"save.dir={self._sweep.runs}", f"name={self._name}", "telemetry.tensorboard=false"]
