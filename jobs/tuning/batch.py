@@ -54,7 +54,6 @@ class TrialDevices:
     required: str = ""  # Ray's accelerator type that a trial needs, where the cluster has several; else ""
 
     def resources(self, *, local: bool) -> dict[str, float]:
-        """What Ray reserves for one trial."""
         own: dict[str, float] = {"CPU": 1, "GPU": 1} if self.on_gpu else {"CPU": 1 if local else self.cores}
         return own | ({f"accelerator_type:{self.required}": SLIVER} if self.required else {})
 
@@ -97,15 +96,11 @@ def _devices_of(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bo
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What is searched, and for which run.
-
-    Attributes:
-        alone_spec, alone_plan: the job of a trial (one worker, experts in-process), and its plan.
-    """
+    """What is searched, and for which run."""
 
     space: BatchSpace
     devices: TrialDevices
-    alone_spec: JobSpec
+    alone_spec: JobSpec  # of a trial: one worker, experts in-process
     alone_plan: Plan
     run_plan: Plan  # of the run, for which the result is
 
@@ -190,7 +185,6 @@ class BatchCommand(TuneCommand):
         return [run_needs(self.spec, self.search.run_plan), [self._need(cluster)]]
 
     def _need(self, cluster: Cluster) -> Need:
-        """What a trial reserves."""
         return Need("scale.threads", "trial", 1, self.search.devices.resources(local=cluster.local))
 
     def measure(self, cluster: Cluster) -> None:
@@ -243,10 +237,10 @@ class BatchCommand(TuneCommand):
         self.print_table(decision_table(decision))
         self.print_line(f"precision   {chosen.precision}: {decision.precision.reason}")
         self.print_line(f"micro-batch {size}: {decision.micro_batch_size.reason}")
-        peak = decision.chosen.measured_peak
-        used = peak / limit if peak and limit else None
-        if used is not None:
-            of = f"a peak of {size_text(peak or 0)} of the {size_text(limit or 0)} that a process may use"
+        peak, used = decision.chosen.measured_peak, None
+        if peak and limit:
+            used = peak / limit
+            of = f"a peak of {size_text(peak)} of the {size_text(limit)} that a process may use"
             self.print_line(f"memory      {used:.1%} used: {of}")
         if advice := peak_advice(results, chosen, limit):
             self.print_line(advice)

@@ -24,13 +24,8 @@ from raytrain.plan.room import Need
 
 
 class BatchTrials(TrialRecorder):
-    """Which trial is next, and how each one ended. The config of a trial is its number and the fields of its
-    `Proposal`.
-
-    Args:
-        known: results of this search so far, which are not repeated, and to which new ones are added.
-        need: what a trial needs of a cluster.
-    """
+    """Which trial is next, and how each one ended. The config of a trial is its number with the fields of its
+    `Proposal`. What is `known` of this search so far is not repeated; new results are added to it."""
 
     def __init__(self, command: TuneCommand, space: BatchSpace, known: SearchResults, *, need: Need) -> None:
         super().__init__(command)
@@ -141,7 +136,6 @@ def batch_trial(
         job: the pickled TrainJob of one worker, which may name the user's classes.
         data: data given as objects, or None.
         folder: working directory of the command, from which users' code is imported.
-        budget: bytes that a process may use; None if unknown.
         channel: the `DriverChannel` actor through which the driver asks trials to exit.
     """
     from raytrain.autotune.step_probe import StepProbe

@@ -83,16 +83,10 @@ class TuneCommand:
     # -- the search -------------------------------------------------------------------------------
 
     def run(self, checked: Checked, *, address: str, inventory: Inventory) -> SweepFolder:
-        """Run the search; returns its folder.
+        """Run the search; returns its folder. Raises InputError, RunError, Interrupted.
 
-        A cluster says what machines it has; our own Ray starts with the resources of what was found, and only after all
-        checks. What is needed must fit a cluster before the first trial.
-
-        Args:
-            inventory: of this machine.
-
-        Raises:
-            InputError, RunError, Interrupted.
+        A cluster says what machines it has; our own Ray starts with the resources of what was found on this machine
+        (`inventory`), and only after all checks. What is needed must fit a cluster before the first trial.
         """
         local, cpus, gpus = address == "local", 0, 0
         if local:
@@ -204,10 +198,8 @@ class TuneCommand:
 
 
 def best_text(job: Mapping[str, Any], reasons: Mapping[str, str], *, header: str) -> str:
-    """The job as YAML, with `header` as a comment at the top and a comment above each dotted key of `reasons`.
-
-    Relies on the layout of `dump_yaml`: sections are not indented, their keys by two spaces.
-    """
+    """The job as YAML, with `header` as a comment at the top and a comment above each dotted key of `reasons`. Relies
+    on the layout of `dump_yaml`: sections are not indented, their keys by two spaces."""
     lines, section = _comment(header, ""), ""
     for line in dump_yaml(job).splitlines():
         if line[:1].isalpha():

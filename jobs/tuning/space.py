@@ -54,14 +54,7 @@ class SpaceCommand(TuneCommand):
         """See `TuneCommand`: a trial for each point that trials.jsonl lacks."""
         from ray import tune
 
-        from jobs.tuning.space_trials import (
-            TRIAL_CPU,
-            PointSearcher,
-            SpaceTrial,
-            SpaceTrials,
-            config_of,
-            scheduler_of,
-        )
+        from jobs.tuning.space_trials import TRIAL_CPU, PointSearcher, SpaceTrial, SpaceTrials, config_of, scheduler_of
         from jobs.tuning.trials import fit
         from raytrain.execution.driver_channel import open_channel
 

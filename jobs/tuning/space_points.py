@@ -159,16 +159,12 @@ def _parsed(name: str, value: Any) -> Values:
 
 @dataclass(frozen=True)
 class Point:
-    """One trial of a space.
-
-    Attributes:
-        gpus, cores: resources of its processes.
-    """
+    """One trial of a space."""
 
     number: int  # from 1, in the order of the space
     values: dict[str, Any]  # dotted key -> value of this trial
     overrides: tuple[str, ...]  # `section.key=value` for everything that it changes in the job
-    gpus: int
+    gpus: int  # of all its processes
     cores: int
     max_steps: int | None  # length of its run; None if it depends on the data
     need: Need | None = None  # what its processes need of a cluster
@@ -176,16 +172,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Points:
-    """All trials of a search.
-
-    Attributes:
-        check: the trial of this number with these values; raises InputError if it cannot run.
-    """
+    """All trials of a search."""
 
     trials: tuple[Point, ...]  # in the order of the space; with a searcher, as many examples as it may choose
     left_out: tuple[tuple[dict[str, Any], str], ...]  # the infeasible combinations with their reasons
     space: Space  # the values of each key
-    check: Callable[[int, dict[str, Any]], Point]
+    check: Callable[[int, dict[str, Any]], Point]  # of a number and values; raises InputError if it cannot run
 
     def at_a_time(self, *, gpus: int, cpus: int, alone: bool) -> int:
         """Number of concurrent trials; `alone`: on CPUs one at a time, since their speed is measured."""
@@ -197,9 +189,6 @@ class Points:
 
 def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str, Any] | None = None) -> Points:
     """Every trial of the job's `tune.space` that these machines can run, and whose model can be built.
-
-    Args:
-        shapes: facts about the job's data for the builder, if the data was opened already.
 
     Raises:
         InputError: unknown key, value that is wrong for its key, or space without a feasible point.
@@ -310,13 +299,8 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
 
 
 class Builds:
-    """Builds the model of each point, each distinct one once, on the meta device where it can be.
-
-    Args:
-        base: the job without the space's values.
-        shapes: facts about its data for the builder (`raytrain.train.job.source_facts`); None: the data is opened on
-            the first check.
-    """
+    """Builds the model of each point, each distinct one once, on the meta device where it can be. `shapes`: facts about
+    the data of the job `base` (`raytrain.train.job.source_facts`); None: it is opened on the first check."""
 
     def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:
         self._shapes = {} if shapes is None else {_key(base, "data"): shapes}

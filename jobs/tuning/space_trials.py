@@ -169,11 +169,9 @@ class SpaceTrials(TrialRecorder):
         return row, ", ".join(filter(None, [*parts, note]))
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Record it, and remove what a trial that died had reserved, or the next one would wait for it forever.
-
-        Nothing tells whose a reservation is. What there is when a trial dies belongs to it or to the trials beside it;
-        what is left of that when those have ended was its own.
-        """
+        """Record it, and remove what a trial that died had reserved, or the next one would wait for it forever. Nothing
+        tells whose a reservation is: what there is when a trial dies belongs to it or to the trials beside it, and what
+        is left of that when those have ended was its own."""
         super().ended(config, result, error)
         if self._private and error is not None and outcome_of(error) == "died":
             self._reserved |= reservations()
@@ -193,7 +191,6 @@ def reservations() -> set[str]:
 
 
 def run_name(number: int) -> str:
-    """Name of the run of a trial."""
     return f"trial-{number:04d}"
 
 
@@ -206,12 +203,8 @@ class PatientMedian(MedianStoppingRule):
 
 def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tuple[int, float]]]) -> Any:
     """Ray Tune's scheduler of this name (`tune.scheduler`), which stops trials early whose evaluations are worse than
-    others' at equal steps; None for "none".
-
-    Args:
-        curves: (step, loss) of the evaluations of trials that have ended, by trial; passed to the scheduler first, so
-            that a resumed search decides as if it had not been interrupted.
-    """
+    others' at equal steps; None for "none". It is first told the `curves`, (step, loss) of the trials that have ended,
+    so that a resumed search decides as if it had not been interrupted."""
     most = max((one.max_steps or 0 for one in points.trials), default=0) or 10**9
     first = max(1, most // LOOKS)
     compare: dict[str, Any] = {"time_attr": "step", "metric": "eval_loss", "mode": "min"}
@@ -233,12 +226,11 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
 
 
 def use_environment(folder: str, visible: Mapping[str, str]) -> None:
-    """Set the working directory, import path and visible GPUs of this process to those of the command: Ray hides all
-    GPUs from a process that reserves none, by the variables of `VISIBLE`."""
+    """Set the working directory, import path and visible GPUs of this process to those of the command."""
     if os.path.isdir(folder):
         os.chdir(folder)
     import_from(folder)
-    for name in VISIBLE:
+    for name in VISIBLE:  # by which Ray hides all GPUs from a process that reserves none
         os.environ.pop(name, None)
     os.environ.update(visible)
 
@@ -246,9 +238,9 @@ def use_environment(folder: str, visible: Mapping[str, str]) -> None:
 class SpaceTrial(tune.Trainable):
     """Ray Tune's trainable: each `step` waits for the next evaluation of the run, the last one returns its result.
 
-    It is a class, not a function, so that a scheduler that stops it early waits for `cleanup`, in which the run shuts
-    down: a trainer whose process is killed leaves its placement group behind, and the next trial would wait forever.
-    The run is in a thread of its own, observed from Ray's.
+    A scheduler that stops a class (not a function) early waits for `cleanup`, in which the run, in a thread of its own,
+    shuts down: a trainer whose process is killed leaves its placement group behind, and the next trial would wait
+    forever.
     """
 
     def setup(

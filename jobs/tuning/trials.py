@@ -169,7 +169,6 @@ def fit(
 
     Args:
         resources: what each trial reserves, as `tune.with_resources` takes it.
-        at_a_time: the number of concurrent trials.
         channel: the `DriverChannel` through which the trials are asked to end after a signal, for which they get
             `grace_s` seconds; `stopping` is the line that says so.
         param_space, searcher: where the configs of the trials come from: one of the two.

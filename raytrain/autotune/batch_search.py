@@ -24,14 +24,7 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, median
 from typing import Any
 
-from raytrain.autotune.measurement import (
-    WORTHWHILE_GAIN,
-    Candidate,
-    Measurement,
-    beyond_noise,
-    from_json,
-    outside_band,
-)
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement, beyond_noise, from_json, outside_band
 from raytrain.autotune.size_curve import NEAR, BatchSpace, SizeCurve
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved, figure_text, size_text
@@ -83,7 +76,6 @@ class SearchResults:
     comparisons: list[Measured] = field(default_factory=list)
 
     def add(self, measured: Measured) -> None:
-        """Add what came of a proposal."""
         if len(measured) == 1:
             self.measurements += measured
         else:
@@ -281,7 +273,6 @@ class BatchDecision:
 
     @property
     def chosen(self) -> TableRow:
-        """The row of the chosen candidate."""
         return next(row for row in self.table if Candidate(row.precision, row.micro_batch_size) == self.candidate)
 
 
@@ -366,7 +357,6 @@ def _size_reason(search: CandidateSearch, chosen: Candidate) -> str:
 
 
 def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
-    """Why a precision other than the chosen one was not chosen."""
     own, reference = curve.chosen, search.reference.chosen
     if own is None:
         failed = curve.nonfinite or next((why for size, why in curve.failed.items() if size < curve.too_large), "")

@@ -48,12 +48,8 @@ class LayerChange:
 
 
 def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]], str], *, precision: str) -> Resolved:
-    """The fewest of the most sensitive layers that bring the loss into the gate's band when they stay in fp32.
-
-    Args:
-        changes: of each layer alone.
-        refusal: why the complete model with these layers in fp32 is outside the band, "" where it is inside.
-    """
+    """The fewest of the most sensitive layers that bring the loss into the gate's band when they stay in fp32;
+    `refusal`: why the complete model with these layers in fp32 is outside the band, "" where it is inside."""
     touched = sorted((change for change in changes if change.score > 0), key=lambda change: -change.score)
     names = [change.layer for change in touched]
     first = refusal([])

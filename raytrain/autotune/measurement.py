@@ -87,8 +87,7 @@ class MemoryLine:
     """Peak bytes of a micro-batch of n rows: `floor` + n x `per_row`.
 
     At its peak a step holds what exists before it (weights, optimizer state, gradients, the process) and what each row
-    adds, mostly activations. A kernel may use another algorithm for a large size, so a prediction is confirmed by one
-    measurement before it is used.
+    adds. A kernel may use another algorithm for a large size, so a prediction is confirmed by one measurement.
     """
 
     floor: float
@@ -139,9 +138,7 @@ def beyond_noise(seconds: Sequence[float], reference: Sequence[float]) -> bool:
     must also have been faster in each round than the reference ever was, or in so many rounds that chance explains it
     in at most one case of twenty (a sign test).
 
-    Args:
-        seconds, reference: the same work in alternating rounds; position i of both is round i. Without rounds the
-            answer is yes.
+    Position i of both is round i of the same work; without rounds the answer is yes.
     """
     rounds = min(len(seconds), len(reference))
     won = sum(own < other for own, other in zip(seconds, reference, strict=False))
@@ -163,27 +160,18 @@ def faster_beyond_noise(seconds: Sequence[float], others: Sequence[float], *, th
 
 
 def has_winner(seconds: list[list[float]]) -> bool:
-    """Whether more rounds would not change the choice: in every round one arm was faster than each other arm ever was,
-    by more than the gain that is worth while.
-
-    Args:
-        seconds: for each arm those of every round; an arm that could not be run has none.
-    """
-    timed = sorted((arm for arm in seconds if arm), key=max)
-    return all(max(timed[0]) * (1 + WORTHWHILE_GAIN) < min(arm) for arm in timed[1:])
+    """Whether more rounds would not change the choice: in every round one way was faster than each other one ever was,
+    by more than the gain that is worth while; `seconds`: of each way in every round, if it could be run."""
+    timed = sorted((way for way in seconds if way), key=max)
+    return all(max(timed[0]) * (1 + WORTHWHILE_GAIN) < min(way) for way in timed[1:])
 
 
 def outside_band(
     loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float,
     reference: str = "fp32",
 ) -> str:  # fmt: skip
-    """Why a pass is outside the reference's numeric band, "" where it is inside.
-
-    Args:
-        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, if known:
-            the loss of one pass shows less than the steps that follow, so that the gradient itself has to be in the
-            band as well.
-    """
+    """Why a pass is outside the reference's numeric band, "" where it is inside. `difference`: norm of the gradient's
+    difference from the reference's, relative to its norm, if known, since a loss shows less than the next steps."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "the loss or gradient is not finite"
     if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):

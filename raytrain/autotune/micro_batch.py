@@ -94,10 +94,8 @@ def micro_batch_record(
 
 
 def measure_micro_batch(probe: StepProbe, settings: dict[str, Any]) -> tuple[Resolved, dict[str, Any]]:
-    """The largest micro-batch that fits, and the record of how it was found. Changes nothing that it measures.
-
-    Args:
-        settings: what the answer holds for.
+    """The largest micro-batch that fits, and the record of how it was found, for these `settings`. Changes nothing that
+    it measures.
 
     Raises:
         NothingFits: not even the smallest micro-batch.
@@ -145,9 +143,7 @@ def memory_budget(session: Session) -> int | None:
 
 
 def spare_memory(session: Session, *, peak: int | None, budget: int | None) -> None:
-    """On a CPU, if a step needs more than half of a worker's memory, make malloc return freed memory.
-
-    What malloc keeps made the resident set of a mixture of experts half as large again as what was in use.
-    """
+    """On a CPU, if a step needs more than half of a worker's memory, make malloc return freed memory, which made the
+    resident set of a mixture of experts half as large again as what was in use."""
     if session.device.type == "cpu" and peak and budget and peak > DOUBTFUL * budget:
         give_back_freed_memory()

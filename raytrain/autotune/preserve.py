@@ -48,11 +48,8 @@ def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = 
 
 @contextlib.contextmanager
 def preserve_skipped(optimizers: list[Any]) -> Iterator[None]:
-    """Restores the optimizers after steps that a flag on the device skips.
-
-    Such steps allocate the optimizer's state; what was not there before is deleted. An optimizer that cannot skip on
-    the device is copied and restored with its weights.
-    """
+    """Restores the optimizers after steps that a flag on the device skips: what they have allocated is deleted. An
+    optimizer that cannot skip on the device is copied and restored with its weights."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             skips = takes_skip_on_device(optimizer)

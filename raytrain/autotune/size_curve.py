@@ -71,10 +71,8 @@ class BatchSpace:
 
 
 def sizes_dividing(global_batch: int, workers: int) -> tuple[int, ...]:
-    """Micro-batch sizes that divide a given global batch evenly: micro x accumulation x workers = global.
-
-    If the number of workers does not divide it, the sizes that divide the batch, up to one worker's share.
-    """
+    """Micro-batch sizes that divide a given global batch evenly: micro x accumulation x workers = global. If the number
+    of workers does not divide it, the sizes that divide the batch, up to one worker's share."""
     share = math.ceil(global_batch / workers)
     whole = global_batch // workers if global_batch % workers == 0 else global_batch
     return tuple(size for size in range(1, share + 1) if whole % size == 0)
@@ -203,11 +201,8 @@ class SizeCurve:
         return (1 - NEAR) * max(self.best, min(self.reach, (1 + WORTH_A_LOOK) * self.best))
 
     def _doubt(self, size: int, other: int) -> float:
-        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times that of a mean.
-
-        The noise of a pass is how far passes are from the median of their size. With few of them the median is one
-        itself, which leaves n - 1.
-        """
+        """Relative standard error of the ratio of two measured rates; that of a median is 1.25 times a mean's. The
+        noise of a pass is how far passes are from the median of their size, which with few is one of them itself."""
         gaps: list[float] = []
         for passes in self.seconds.values():
             middle = median(passes)

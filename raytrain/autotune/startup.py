@@ -86,7 +86,6 @@ class Calibration:
         return isinstance(getattr(self.session.job.plan, name), Deferred)
 
     def use(self, **settings: Any) -> None:
-        """Make the session use these settings of its step."""
         self.session.use(replace(self.session.settings, **settings))
 
     def begin(self, phase: str) -> None:
@@ -133,11 +132,8 @@ def _off(reason: str, trials: Any = None) -> Record:
 
 
 def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
-    """Prepare the session and apply all choices to it, each measured with the ones before it in force. Collective.
-
-    Args:
-        forced: precision that the failure rules demand.
-        loaded: the checkpoint to resume from; the session is not restored yet.
+    """Prepare the session and apply all choices to it, each measured with the ones before it in force; the checkpoint
+    to resume from is not restored yet. Collective.
 
     Raises:
         RunError: not even one row fits into memory.
@@ -313,12 +309,9 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
 
 
 def measure_eager_step(calibration: Calibration) -> None:
-    """Time the step of a prepared session with its parts as they were written, once in a run. Changes nothing.
-
-    The event `eager_step` has the `seconds` of a step of the slowest worker, from forward to the optimizer's update,
-    without reading data. Nothing is measured where nothing is compiled, under fsdp (which measures nothing), and where
-    a pass fails.
-    """
+    """Time the step of a prepared session with its parts as they were written, once in a run: the event `eager_step`
+    has the `seconds` of the slowest worker, without reading data. Changes nothing. Nothing is measured where nothing is
+    compiled, under fsdp (which measures nothing), and where a pass fails."""
     session = calibration.session
     compiled = session.switches.compiled
     if compiled is None or session.job.planned("strategy") == "fsdp" or calibration.recorded(EAGER_STEP) is not None:

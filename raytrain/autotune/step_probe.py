@@ -67,12 +67,8 @@ def run_agreed(
     passes tells the hosts (`RemoteState.end_passes`), so that the failure is a result and does not end the attempt.
 
     `work` contains no collective except the passes of a model with remote state, and every worker starts the same
-    number of those.
-
-    Args:
-        collective_passes: passes contain collectives that no worker can leave (`fsdp`): a failure is raised, and ends
-            the attempt.
-        budget: bytes that this process may have, see `is_out_of_memory`.
+    number of those. With `collective_passes`, which no worker can leave (`fsdp`), a failure is raised, and ends the
+    attempt. `budget`: see `is_out_of_memory`.
     """
     outcome: Outcome = "ok"
     reason = ""
@@ -191,9 +187,6 @@ class StepProbe:
 
     Every worker measures the same candidates in the same order, and gets the same measurement. The device should do
     nothing else meanwhile. The rows are those that training would use next; reading them moves nothing.
-
-    Args:
-        session: prepared; its step's precision is changed for the duration of a measurement.
     """
 
     def __init__(self, session: Session) -> None:
@@ -226,11 +219,8 @@ class StepProbe:
         self, candidate: Candidate, *, budget: int | None, passes: int, with_memory: bool, least: int | None = None
     ) -> Measurement:
         """Measure a candidate: its memory if asked for, then, if it fits, `passes` passes and updates, or from `least`
-        on as soon as two in succession took about the same time. Collective; changes nothing.
-
-        Args:
-            budget: bytes above which the peak counts as out of memory; None: no limit.
-        """
+        on as soon as two in succession took about the same time. Collective; changes nothing. A peak above `budget`
+        bytes counts as out of memory."""
         memory = Measurement(candidate, "ok")
         if with_memory:
             one = _Reading(candidate, budget)

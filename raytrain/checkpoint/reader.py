@@ -202,13 +202,8 @@ def part_tensors(
 
 
 def check(path: str, *, hash_up_to: int = 0) -> None:
-    """Check that a checkpoint can be loaded, without loading it: its manifest, and the sizes of its files.
-
-    Args:
-        hash_up_to: their content as well, if they are local and have at most this many bytes together.
-
-    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
-    """
+    """Check that a checkpoint can be loaded, without loading it: its manifest, the sizes of its files, and what is in
+    them if they are local and have at most `hash_up_to` bytes together. Errors: as `load`."""
     store = open_store(path)
     with named_files(path):
         manifest = _checked_listing(store)

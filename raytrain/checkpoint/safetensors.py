@@ -76,12 +76,9 @@ def write_tensors(
 ) -> WrittenFile:
     """Writes one safetensors file: header length, JSON header, raw little-endian data.
 
-    Args:
-        tensors: on any device, with any strides; each comes to the CPU when it is written. Larger element sizes go
-            first, which keeps every tensor aligned (the format allows no gaps).
-        metadata: text that is stored with the tensors.
-
-    Errors: CheckpointError for a dtype that the format or we do not know.
+    The tensors may be on any device, with any strides; each comes to the CPU when it is written. Larger element sizes
+    go first, which keeps every tensor aligned (the format allows no gaps). Errors: CheckpointError for a dtype that the
+    format or we do not know.
     """
     names = _in_file_order(tensors)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -89,11 +86,7 @@ def write_tensors(
     for name in names:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -121,11 +114,8 @@ def shards(tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def read_tensors(path: str, *, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """All tensors of a local safetensors file except some names. Errors: CheckpointError for any other file,
-    OSError if it cannot be read.
-
-    They are copies: the library's tensors are memory maps of the file, which may be deleted while they are in use.
-    """
+    """Copies of all tensors of a local safetensors file except some names: the library's tensors are memory maps of the
+    file, which may be deleted. Errors: CheckpointError for any other file, OSError if it cannot be read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = [name for name in file.keys() if name not in without]  # noqa: SIM118 (no mapping)
@@ -164,10 +154,7 @@ def rows_of(total: int, place: ShardPosition) -> tuple[int, int]:
 
 def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition | None) -> dict[str, Tensor]:
     """Copies of tensors whose rows are stored one after another in local safetensors files; with `place`, only the rows
-    of that worker.
-
-    Errors: CheckpointError for a file of another format or a missing tensor; OSError if a file cannot be read.
-    """
+    of that worker. Errors: as `read_tensors`, and CheckpointError for a missing tensor."""
     wanted = set(names)
     held: dict[str, list[tuple[str, int]]] = {name: [] for name in wanted}  # (file, rows there)
     try:

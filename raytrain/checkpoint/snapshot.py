@@ -65,10 +65,8 @@ def shape_of(state: Any) -> Flat:
 
 
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
-    """Restores the nested state: keys keep their type and order, tuples stay tuples, floats are bit-identical.
-
-    Errors: CheckpointError for a tensor that is missing or a skeleton of another kind.
-    """
+    """Restores the nested state: keys keep their type and order, tuples stay tuples, floats are bit-identical. Errors:
+    CheckpointError for a tensor that is missing or a skeleton of another kind."""
     if skeleton is None or isinstance(skeleton, (bool, int, float, str)):
         return skeleton
     if not isinstance(skeleton, dict) or len(skeleton) != 1:
@@ -154,10 +152,7 @@ def _add(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> s
 
 
 def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Keeps tensors that share the same memory under their first name; the other names are aliases.
-
-    Returns: the distinct tensors, and alias -> kept name.
-    """
+    """The distinct tensors under their first names, and alias -> that name for those that share the same memory."""
     first: dict[tuple[Any, ...], str] = {}
     distinct: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -262,15 +257,12 @@ def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
 def take_snapshot(
     parts: Mapping[str, Any], state: Mapping[str, Any], *, step: int, staging: Staging | None = None
 ) -> Snapshot:
-    """Takes the state of every part; with a `staging` the training may change its tensors right after.
+    """Takes the state of every part; with a `staging`, copies that are complete after its `wait`, so that the training
+    may change its tensors right after. Errors: CheckpointError naming what cannot be saved.
 
     Args:
-        parts: part -> nested state, or an object with `state_dict()`. A part becomes a file, so its name
-            consists of letters, digits, `_` and `-`.
+        parts: part -> nested state, or an object with `state_dict()`. A part becomes a file, which its name must suit.
         state: small JSON state (step, cursor, ...), without tensors.
-        staging: buffers for the copies, complete after its `wait`. None: the snapshot refers to the live tensors.
-
-    Errors: CheckpointError naming what cannot be saved.
     """
     tensors, skeletons, tied, split = {}, {}, {}, {}
     for part, value in parts.items():

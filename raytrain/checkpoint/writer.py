@@ -103,11 +103,9 @@ def discard(path: str) -> None:
 
 def retain(run: RunFolder, *, keep: int | Literal["all"], newest: int) -> list[int]:
     """Keeps the newest `keep` checkpoints up to step `newest`, and the best of them by eval loss; returns the steps
-    that it deleted.
+    that it deleted, also of directories without COMPLETE, since their writer has exited.
 
     Later checkpoints are not considered: they belong to an earlier course of the run that `discard_after` kept.
-    Directories without COMPLETE are deleted too, since their writer has exited. Call it only while nothing is being
-    written.
     """
     infos = [info for info in list_checkpoints(run) if info.step <= newest]
     whole = [info for info in infos if info.complete]
@@ -122,11 +120,8 @@ def retain(run: RunFolder, *, keep: int | Literal["all"], newest: int) -> list[i
 
 
 def discard_after(run: RunFolder, step: int) -> list[int]:
-    """Deletes the checkpoints after the one that an attempt starts from; returns their steps.
-
-    They belong to steps that were rolled back, or are damaged; a later resume must not find them. If an attempt starts
-    from step 0, complete ones are kept: they could not be loaded, but they are all that is left.
-    """
+    """Deletes the checkpoints after the one that an attempt starts from, which were rolled back or are damaged; returns
+    their steps. If it starts from step 0, complete ones are kept: not loadable, but they are all that is left."""
     gone = [info for info in list_checkpoints(run) if info.step > step and (step or not info.complete)]
     for info in gone:
         discard(info.path)
@@ -159,11 +154,9 @@ class CheckpointWriter:
     writes it at once, except a save that replaces it.
 
     Args:
-        run_folder: the run that the checkpoints belong to.
         keep: number of latest checkpoints to keep, besides the best by eval loss.
         asynchronous: False writes in the caller's thread; a GPU's tensors are copied one at a time.
         fence: raises if a newer attempt owns the run folder; called before every file and before COMPLETE.
-        world_size: written into the manifest.
         shard_bytes: a part larger than this is split into several files.
 
     Attributes:

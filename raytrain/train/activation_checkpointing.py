@@ -35,16 +35,8 @@ def inside_backward() -> bool:
 
 
 def recompute(trainable: Trainable, *, every: int = 1) -> None:
-    """Make blocks keep only their inputs for backward; the recomputation repeats their random draws.
-
-    Uses torch's non-reentrant checkpointing. Blocks that are recomputed already are left unchanged.
-
-    Args:
-        every: recompute every n-th block; the others keep their activations.
-
-    Raises:
-        InputError: the model neither names its blocks nor repeats any.
-    """
+    """Make `every` n-th block keep only its inputs for backward; the recomputation repeats its random draws. Raises
+    InputError where the model neither names its blocks nor repeats any."""
     for _, block in blocks_of(trainable, key="loop.activation_checkpointing")[every - 1 :: every]:
         if not isinstance(block.forward, Recomputed):
             block.forward = Recomputed(block)  # type: ignore[method-assign]
@@ -97,11 +89,8 @@ class _StateBefore:
     """Context of the recomputations of one pass: inside, a block has the buffers and frozen parameters that it had
     before the pass, so that statistics, codebooks and teachers are read as the pass read them, and updated once.
 
-    Each recomputation gets copies of its own: tensors that are saved for backward may be the buffers themselves.
-
-    Args:
-        constant: those of more than `SMALL` bytes that passes leave as they are (masks, tables of positions); they are
-            not copied.
+    Each recomputation gets copies of its own: tensors that are saved for backward may be the buffers themselves. Those
+    of more than `SMALL` bytes that passes leave as they are (masks, position tables) are `constant`, and not copied.
     """
 
     SMALL = 2**16

@@ -51,16 +51,12 @@ def parts_to_compile(
     grow with their number), or if backward recomputes them. A name selects every module whose dotted name ends with it:
     `router` selects the routers of all blocks.
 
-    Args:
-        on_gpu: there, reduce-overhead makes CUDA graphs, which work for the full model only: `auto` is `all`.
-        sharded: under fsdp, which works block by block.
-
     Raises:
         InputError: the model has no module of that name, or no blocks although they are requested, or a part contains
             blocks that are recomputed in backward.
     """
     module, asked = trainable.module, loop.compile_parts
-    graphs = on_gpu and loop.compile == "reduce-overhead"
+    graphs = on_gpu and loop.compile == "reduce-overhead"  # CUDA graphs work for the full model only
     divided = loop.activation_checkpointing or sharded or trainable.worst_case is not None
     if asked == "auto" and (graphs or (on_gpu and not divided)):
         asked = "all"
@@ -182,17 +178,13 @@ _HERE = _Here()
 
 
 class CompiledParts:
-    """Compiles parts of a module in place and tracks their status.
+    """Compiles parts of a module, none nested in another, in place and tracks their status; calls run the compiled code
+    while it is `on`.
 
     Args:
-        parts: (name, module) pairs, none nested in another.
-        mode: of torch.compile.
         static: the inputs of the parts have few shapes.
         graphs: the mode records CUDA graphs on this device.
         lower: a backend that replaces torch's inductor (for tests).
-
-    Attributes:
-        on: whether calls run the compiled code.
     """
 
     def __init__(
@@ -352,8 +344,7 @@ def _named(error: BaseException) -> str:
 
 def _watch() -> None:
     """Configure torch's compiler in this process: frames that cannot be traced run as written, and callbacks attribute
-    compilations to the current part, and ignore warnings in them, which as errors would count as failures of the
-    compiler. Has no further effect until torch's compiler is reset."""
+    compilations to the current part, and ignore warnings in them, which as errors would count as its failures."""
     import torch._dynamo.config
     from torch._dynamo.callback import callback_handler
 

@@ -150,10 +150,8 @@ def source_facts(source: Source) -> dict[str, Any]:
 def build_trainable(
     job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any], initial: bool = True
 ) -> Trainable:
-    """Call the builder, or take the module given in Python, as a `Trainable`; load the weights of `init_from`.
-
-    Args:
-        initial: False if the weights will be restored from a checkpoint instead.
+    """Call the builder, or take the module given in Python, as a `Trainable`; `initial`: load the weights of
+    `init_from`.
 
     Raises:
         InputError: the builder cannot be imported, does not accept the keys or does not return a module, or the
@@ -181,14 +179,8 @@ def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainabl
 
 
 def copy_of(given: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Deep-copy a module or a Trainable.
-
-    Functions of a Trainable and hooks of a module that close over parts of it, which `copy.deepcopy` does not copy,
-    close over the copies. It also leaves out the hooks and the attributes of parameters.
-
-    Args:
-        copies: id of an object in `given` -> what stands for it in the copy.
-    """
+    """Deep-copy a module or a Trainable, also what `copy.deepcopy` leaves out: hooks and attributes of parameters, and
+    functions and hooks that close over parts of it. `copies`: id of an object -> what stands for it in the copy."""
     copies = {} if copies is None else copies
     module = given.module if isinstance(given, Trainable) else given
     parts = list(module.modules()) if isinstance(module, nn.Module) else []

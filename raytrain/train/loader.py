@@ -53,7 +53,6 @@ class BatchLoader:
 
     Args:
         batches: selects the rows of each step, and this rank's share of them.
-        device: device of the batches.
         weight: `Trainable.weight`; None counts the labels other than -100, or the rows where there are no labels.
         dtype: if float64, floating-point tensors of a batch are cast to it; otherwise they keep their dtype, except for
             float64 columns that float32 holds as well (`raytrain.data.rows.float64`).
@@ -114,9 +113,7 @@ class BatchLoader:
         # a dataset read in this process shares its random generators with the model: never prefetch its rows
         ahead = on_gpu(device) and copied and (pool or not reads_items(source))
         uploads: BatchUploader[MicroBatch] | None = BatchUploader(device) if ahead else None
-        whole = (
-            whole or job.loop.micro_batch_size == "whole"
-        )  # the loss of an evaluation is of as many rows as in training
+        whole = whole or job.loop.micro_batch_size == "whole"  # an evaluation's loss is of as many rows as in training
         loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads, whole=whole)
         if settings.tokens_per_batch is not None:
             loader._report_waste(settings.tokens_per_batch)
@@ -180,16 +177,11 @@ class BatchLoader:
 
     def passes(self, indices: np.ndarray) -> int:
         """Micro-batches of the busiest worker in a global batch of these rows."""
-        if self.batches.tokens_per_batch is not None:
-            return math.ceil(len(self.batches.parts(indices, self.batches.split)) / self.batches.world_size)
-        return self._most_passes(len(indices), micro_batch=self.batches.micro_batch)
+        return self._most_passes(indices, self.batches.split, times=1)
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
-        rows = self._scored(split, limit)
-        if self.batches.tokens_per_batch is not None:
-            return math.ceil(len(self.batches.parts(rows, split, times=self.eval_times)) / self.batches.world_size)
-        return self._most_passes(len(rows), micro_batch=self.eval_times * self.micro_batch)
+        return self._most_passes(self._scored(split, limit), split, times=self.eval_times)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """Yield this rank's share of the eval split, in file order. `limit` counts global batches, so the scored rows
@@ -220,12 +212,14 @@ class BatchLoader:
         """Rows of an evaluation. Their number differs from `len(split)`, which counts a training epoch's rows."""
         return split.eval_order()[: None if limit is None else limit * self.batches.global_batch_size]
 
-    def _most_passes(self, rows: int, *, micro_batch: int) -> int:
-        shares = self.batches.shares
-        if shares is None:
-            return math.ceil(math.ceil(rows / micro_batch) / self.batches.world_size)
-        every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world_size))
-        return max(map(len, every))
+    def _most_passes(self, rows: np.ndarray, split: Split, *, times: int) -> int:
+        batches, micro_batch = self.batches, times * self.micro_batch
+        if batches.tokens_per_batch is not None:
+            return math.ceil(len(batches.parts(rows, split, times=times)) / batches.world_size)
+        if batches.shares is None:
+            return math.ceil(math.ceil(len(rows) / micro_batch) / batches.world_size)
+        ranks = range(batches.world_size)
+        return max(len(batches.shares.passes(len(rows), rank=rank, micro_batch=micro_batch)) for rank in ranks)
 
     def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
         """These rows of `split` (default: training) as one micro-batch, whichever rank owns them; for probes."""

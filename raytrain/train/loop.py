@@ -36,24 +36,17 @@ RECENT_STEPS = 1000
 
 @dataclass
 class LogInterval:
-    """Sums over the steps since the last logged row.
-
-    Attributes:
-        steps: their number. recent_s: seconds of each of the last `RECENT_STEPS`.
-        step_s: seconds of all steps. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
-        samples, tokens: trained on, by all workers.
-        since: when the interval began; moved on by what is not training.
-    """
+    """Sums over the steps since the last logged row."""
 
     steps: int = 0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     step_s: float = 0.0
-    data_s: float = 0.0
+    data_s: float = 0.0  # of these, fetching batches (`Fetching`)
     data_cpu_s: float = 0.0
     waited_s: float = 0.0  # of these, waiting for other processes
-    samples: float = 0.0
+    samples: float = 0.0  # trained on, by all workers
     tokens: float = 0.0
-    since: float = field(default_factory=lambda: time.perf_counter())
+    since: float = field(default_factory=time.perf_counter)  # when it began; moved on by what is not training
 
     def add(self, step_s: float, fetching: Fetching, *, waited_s: float, samples: int, tokens: int) -> None:
         self.steps += 1
@@ -80,14 +73,8 @@ def read_row(
     step: TrainingStep, output: StepOutput, interval: LogInterval, nonfinite: NonFinite, *, number: int, epoch: int,
     skipped_before: int, peak_memory: Callable[[], int], full_rate: Callable[[], float], extra: dict[str, Any],
 ) -> LoggedRow:  # fmt: skip
-    """Read the device once, gather the workers' values once, and build the row. Collective.
-
-    Args:
-        number, epoch: of the step.
-        skipped_before: steps that were skipped before this loop began.
-        full_rate: samples per second of this worker's device at its peak; 0 where unknown.
-        extra: further values for the record.
-    """
+    """Read the device once, gather the workers' values once, and build the row of the step `number`, to which `extra`
+    is added. Collective. `skipped_before`: steps that were skipped before this loop began."""
     trainable, scaler = step.trainable, step.scale
     metrics = trainable.log_metrics() if trainable.log_metrics else {}
     log = trainable.interval_log
@@ -141,13 +128,9 @@ def read_row(
 
 
 def _means(step: TrainingStep, own: dict[str, tuple[float, float]], workers: list[list[float]]) -> dict[str, float]:
-    """The means of what losses have told, over the micro-batches of all workers. Collective where a worker has a name
-    that the others may not know yet, as in the first row of a run.
-
-    Args:
-        own: name -> (weighted sum, weight) of this worker.
-        workers: of each, whether it has such a name, then the same two numbers for each name that was known.
-    """
+    """The means of what losses have told, over the micro-batches of all workers, from `own`, name -> (weighted sum,
+    weight), and for each of the `workers`, whether it has a name that the others may not know yet, as in the first row
+    of a run, and the same two numbers for each name that was known. Collective where there is such a name."""
     known = step.metric_names
     shares = [dict(zip(known, zip(row[1::2], row[2::2], strict=True), strict=True)) for row in workers]
     if any(row[0] for row in workers):

@@ -54,10 +54,7 @@ def told_weight(output: LossOutput, counted: CountedLabels, *, read: bool) -> fl
 
     Means over different things in one loss tell nothing, but a loss function of torch's counts for more than a plain
     `mean` or quotient beside it, such as a penalty; and these tell nothing beside something unknown. May read the
-    device, where only its values tell the weight.
-
-    Args:
-        read: whether to look at the graph where the model has not returned a weight.
+    device, where only its values tell the weight. `read`: look at the graph where the model has not returned a weight.
     """
     if output.weight is not None:
         return float(output.weight)

@@ -28,14 +28,11 @@ DATA_PARALLEL = "scale.strategy data_parallel"
 
 
 def check_module(trainable: Trainable, *, key: str, strategy: str) -> None:
-    """Refuse a module that could not be trained or saved as its author wrote it.
+    """Refuse a module that could not be trained or saved as its author wrote it. Raises InputError.
 
     Args:
         key: that the module comes from, for messages: "model.builder" or "model.module".
         strategy: resolved `scale.strategy`; "auto" where it is not known yet.
-
-    Raises:
-        InputError: naming the part of the module, and what to change.
     """
     for name, part in trainable.module.named_modules():
         for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):

@@ -31,17 +31,12 @@ class Eager:
 
 
 class AdamW(Eager, torch.optim.AdamW):
-    """torch's AdamW."""
-
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class SGD(Eager, torch.optim.SGD):
-    """torch's SGD, whose first step can be skipped too.
-
-    torch's fused SGD leaves the momentum uninitialised for the kernel to fill at the first step. If that step is
-    skipped, the next one uses uninitialised memory.
-    """
+    """torch's SGD, whose first step can be skipped too: torch's fused kernel fills the momentum, which is uninitialised
+    memory until then."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -70,19 +65,12 @@ BATCH_ELEMENTS = 2**24
 
 
 class Muon(Eager, torch.optim.Optimizer):
-    """Orthogonalised Nesterov momentum with decoupled weight decay.
+    """Orthogonalised Nesterov momentum with decoupled weight decay, at learning rates on the scale of AdamW's.
 
     Orthogonalises in bfloat16; float64 parameters in float64. If `found_inf` (a scalar on the device) is set and not
-    zero, a step changes nothing.
-
-    Args:
-        params: parameters or groups of them. Each is a matrix (A, B), or a stack (E, A, B) of E matrices that are
-            orthogonalised separately. DTensors are supported: a sharded matrix is gathered, a stack sharded over E is
-            not.
-        lr: learning rate, on the scale of AdamW's.
-
-    Raises:
-        ValueError: a parameter has another number of dimensions.
+    zero, a step changes nothing. Each parameter is a matrix (A, B), or a stack (E, A, B) of E matrices that are
+    orthogonalised separately, else ValueError. DTensors are supported: a sharded matrix is gathered, a stack sharded
+    over E is not.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
@@ -109,7 +97,7 @@ class Muon(Eager, torch.optim.Optimizer):
     def _update(
         self, parameters: list[nn.Parameter], skip: Tensor | None, *, lr: float, weight_decay: float, momentum: float
     ) -> None:
-        """Update parameters whose matrices have equal shapes."""
+        # of parameters whose matrices have equal shapes
         directions = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -132,10 +120,8 @@ class Muon(Eager, torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each (N, A, B) -> (N, A, B), by five Newton-Schulz steps.
-
-    Singular values end between about 0.7 and 1.2; a zero matrix stays zero. Returns bfloat16, or float64 for float64.
-    """
+    """Approximate the nearest orthogonal matrix of each (N, A, B) -> (N, A, B), by five Newton-Schulz steps; a zero
+    matrix stays zero. Returns bfloat16, or float64 for float64."""
     x = _format_of_products(matrices)
     del matrices  # the copy that an optimizer hands over is freed by the first iteration
     tall = x.shape[-2] > x.shape[-1]
@@ -211,13 +197,8 @@ def _own_part(update: Tensor, parameter: Tensor) -> Tensor:
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, vectors: Collection[int] = ()
 ) -> list[dict[str, Any]]:
-    """Group parameters by weight decay: matrices (two or more dimensions) decay, vectors and scalars do not.
-
-    Frozen parameters are left out. A parameter with two names (tied weights) is in one group only.
-
-    Args:
-        vectors: ids of parameters with one independent vector per row, which do not decay.
-    """
+    """Group parameters by weight decay: matrices (two or more dimensions) decay, vectors and scalars do not, nor those
+    of the ids `vectors`, with one independent vector per row. Frozen ones are left out, and tied ones in one group."""
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     seen: set[int] = set()
@@ -237,11 +218,8 @@ def build_optimizers(
     Uses fused kernels where the device has them: they need one pass over memory and take the "skip this step" flag as a
     tensor, so that a non-finite gradient costs no device read. torch has no fused SGD for sharded parameters.
 
-    Args:
-        blocks: parts of `module` whose matrices Muon optimizes; AdamW takes the rest, with the same learning rate.
-
-    Raises:
-        InputError: `muon` for a module without such matrices.
+    Muon optimizes the matrices of `blocks`, parts of `module`; AdamW takes the rest, with the same learning rate.
+    Raises InputError: `muon` for a module without such matrices.
     """
     named, vectors = list(module.named_parameters()), _stacked(module, "stacked_vectors")
     hidden: set[int] = set()
@@ -270,13 +248,8 @@ def muons_blocks(trainable: Trainable, optim: OptimConfig) -> list[nn.Module]:
 
 
 def hidden_matrices(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Ids of the parameters that Muon optimizes: trainable matrices and stacks of matrices only in `blocks`.
-
-    Embedding tables are excluded, since their rows are looked up one by one.
-
-    Raises:
-        InputError: there are no such parameters.
-    """
+    """Ids of the parameters that Muon optimizes: trainable matrices and stacks of matrices only in `blocks`, except
+    embedding tables, whose rows are looked up one by one. Raises InputError: there are none."""
     inside = {id(part) for block in blocks for part in block.modules()}
     tables = [part for part in module.modules() if id(part) not in inside or isinstance(part, nn.Embedding)]
     others = {id(parameter) for part in tables for parameter in part.parameters(recurse=False)}
@@ -296,10 +269,8 @@ def hidden_matrices(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
 
 
 def _stacked(module: nn.Module, kind: str) -> set[int]:
-    """Ids of the parameters that their modules list in a tuple attribute `kind`.
-
-    "stacked_vectors" hold one vector per row and are no matrices; "stacked_matrices" (E, A, B) hold E matrices.
-    """
+    """Ids of the parameters that their modules list in a tuple attribute `kind`: "stacked_vectors" hold one vector per
+    row and are no matrices; "stacked_matrices" (E, A, B) hold E matrices."""
     found = [
         getattr(part, name)
         for part in module.modules()

@@ -24,10 +24,7 @@ def place(module: nn.Module, *, device: torch.device | None, master: torch.dtype
     Parameters, frozen ones included, take the master format; complex ones its complex counterpart. A buffer of the
     format that parameters have follows them (the statistics of a batch norm); any other keeps its own, such as the
     complex table of a rotary embedding, seconds in float64 or quantized values. Strides stay as they are; a parameter
-    with gaps in memory (a slice) is copied without them.
-
-    Args:
-        device: None leaves it where it is.
+    with gaps in memory (a slice) is copied without them. `device`: None leaves it where it is.
     """
     formats = {one.dtype.to_real() for one in module.parameters() if is_trained(one)}
     targets = {id(one): _like(one, master) for one in module.parameters() if is_trained(one)}
@@ -122,11 +119,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def make_sendable(module: nn.Module) -> None:
-    """Let pickle send a module, with its parametrized parts as such.
-
-    Torch gives each parametrized module (weight_norm, spectral_norm, orthogonal, a user's own) a class of its own, made
-    at run time, whose instances refuse to be pickled.
-    """
+    """Let pickle send a module, also its parametrized parts (weight_norm, a user's own): torch gives each a class
+    made at run time, whose instances refuse to be pickled."""
     for part in module.modules():
         if parametrize.is_parametrized(part) and "__getstate__" in vars(type(part)):
             copyreg.pickle(type(part), _reduced)  # pyright: ignore[reportArgumentType]  (of six values, as pickle takes)

@@ -203,10 +203,8 @@ class Session:
         return rng_state(self.device)
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
-        """Restore weights, optimizer, loss scale, generators and position from a checkpoint.
-
-        A checkpoint of another world size restores everything except the generators, which are seeded from (seed,
-        step, rank). Each row is still seen exactly once per epoch.
+        """Restore weights, optimizer, loss scale, generators and position from a checkpoint; from one of another world
+        size all but the generators, which are seeded from (seed, step, rank).
 
         Raises:
             CheckpointError: it belongs to another model; the message lists the first five differences.

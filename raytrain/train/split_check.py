@@ -77,8 +77,7 @@ def split_changes(
 
     Args:
         trainable: on the CPU, in the mode of training; afterwards without dropout, and of no further use.
-        rows: of the batch, an even number.
-        weigh: the weight of a batch of so many rows.
+        rows: of the batch, an even number; `weigh` gives the weight of a batch of so many rows.
         synchronized: batch norms share their statistics between workers, so that they are left out.
     """
     norms = [part for part in trainable.module.modules() if isinstance(part, _BatchNorm) and part.training]

@@ -53,12 +53,7 @@ class Clock:
 
 
 class Fetching:
-    """Time that fetching batches takes from the training process.
-
-    Attributes:
-        seconds: waiting for batches, or making them.
-        cpu_s: of these, CPU time of the training thread.
-    """
+    """Seconds of the training process that waits for batches or makes them, and of these, CPU time of its thread."""
 
     def __init__(self) -> None:
         self.seconds = self.cpu_s = 0.0

@@ -77,12 +77,8 @@ class TrainingStep:
     """Runs optimizer steps; holds everything that is constant from step to step.
 
     Args:
-        trainable: the model with its loss; its module is on the device in the master dtype.
-        optimizers: torch optimizers over the module's parameters.
-        policy: precision of forward and backward.
+        trainable: its module is on the device in the master dtype.
         scale: the loss scale (enabled for fp16 only); there is no other.
-        workers: the group to reduce over.
-        schedule: learning rate by step.
         max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
         inflight: micro-batches in flight, 2 only where the trainable has an interleaver.
         reduction: how gradients are summed; None = passes without communication, then all-reduces of flat buffers.
@@ -398,11 +394,9 @@ def evaluate(
         passes: as in `TrainingStep.backward`.
         clear_every: after this many batches cached memory is released, which other processes on the device may need.
 
-    Raises:
-        StepDropped: a worker ran out of memory.
-
     Returns:
-        {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
+        {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read. Raises
+        StepDropped: a worker ran out of memory.
     """
     result = step.reduction.run_or_shortage(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
     rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result))

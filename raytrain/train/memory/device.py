@@ -40,14 +40,9 @@ _last_set: dict[str, int] = {}
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep up to 1 GiB of freed memory instead of returning it to the kernel after every step.
-
-    Otherwise a small GPT on a CPU took 500 page faults per step, 3 % of its time. Settings in the environment
-    (`MALLOC_*`, `GLIBC_TUNABLES`) take precedence; other C libraries are left unchanged.
-
-    Returns:
-        Whether it was set.
-    """
+    """Make glibc keep up to 1 GiB of freed memory instead of returning it to the kernel after every step, where a small
+    GPT on a CPU took 500 page faults, 3 % of its time. Returns whether it was set: settings in the environment
+    (`MALLOC_*`, `GLIBC_TUNABLES`) take precedence, and other C libraries are left unchanged."""
     return _set_thresholds(trim=KEPT_BYTES, mapped=MAPPED_BYTES)
 
 
@@ -60,10 +55,8 @@ def give_back_freed_memory() -> bool:
 
 
 def give_back_free_pages() -> None:
-    """Return all unused heap pages to the kernel, once.
-
-    Needed whatever the thresholds are: a smaller step reuses chunks left by a larger one, and their pages then stay.
-    """
+    """Return all unused heap pages to the kernel, once. Needed whatever the thresholds are: a smaller step reuses the
+    chunks of a larger one, and their pages then stay."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -72,13 +65,8 @@ def give_back_free_pages() -> None:
 @contextlib.contextmanager
 def freed_at_once() -> Iterator[bool]:
     """Context in which freed memory returns to the kernel at once, so that the peak of the resident set measures memory
-    in use.
-
-    On exit, restores the earlier setting, or that of `keep_freed_memory`. It slows the process: do not time inside.
-
-    Yields:
-        Whether it is in effect; the environment takes precedence here too.
-    """
+    in use; then it is the earlier setting, or that of `keep_freed_memory`. It slows the process: do not time inside.
+    Yields whether it is in effect; the environment takes precedence here too."""
     already = _last_set.get("trim") == EXACT_BYTES
     exact = give_back_freed_memory()
     try:
@@ -277,10 +265,8 @@ def _little(total: int) -> int:
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds.
-
-    On a CPU, whose allocator keeps no account, the process's pages without mapped files, and its whole resident set.
-    """
+    """Columns of a logged row, in bytes: what this process's tensors take, and what its allocator holds. On a CPU,
+    which keeps no account, the process's pages without mapped files, and its whole resident set."""
     if on_gpu(device):
         used, held = gpu_module(device).memory_allocated(device), gpu_module(device).memory_reserved(device)
     else:
@@ -334,11 +320,8 @@ class Shortage:
 
 
 class StepDropped(OutOfMemory):
-    """All processes have dropped their current passes because some of them ran out of memory.
-
-    All workers raise it together, and nothing of the passes remains. The caller restores generators and buffers
-    (`raytrain.train.memory.retry`).
-    """
+    """All processes have dropped their current passes because some of them ran out of memory: all workers raise it
+    together, and nothing of the passes remains but generators and buffers (`raytrain.train.memory.retry`)."""
 
     def __init__(self, shortages: list[Shortage]) -> None:
         self.shortages = shortages
@@ -371,11 +354,8 @@ def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shor
 
 
 def let_go(error: BaseException | None, device: torch.device) -> None:
-    """Clear the frames in the tracebacks of an error and its causes, and a GPU allocator's cache.
-
-    The frames hold the activations, often in a reference cycle; a garbage collection of the process would take some
-    tenths of a second instead.
-    """
+    """Clear the frames in the tracebacks of an error and its causes, and a GPU allocator's cache. The frames hold the
+    activations, often in a reference cycle; a garbage collection of the process would take some tenths of a second."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

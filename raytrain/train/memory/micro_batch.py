@@ -13,13 +13,9 @@ class MicroBatchSize:
     of a size doubles the wait before it is tried again, until the size has worked for as many steps as that wait.
 
     Args:
-        planned: rows of a micro-batch at the start of the run; also the maximum.
+        planned: rows of a micro-batch at the start of the run; also the maximum. The current size is `now`.
         grow_after: clean steps before the next larger size is tried; None never grows.
         whole: it must not be split (`loop.micro_batch_size: whole`).
-
-    Attributes:
-        planned, whole: as above.
-        now: the current size.
     """
 
     def __init__(self, planned: int, *, grow_after: int | None, whole: bool = False) -> None:

@@ -39,13 +39,8 @@ NOT_SPLIT = (
 
 
 class ShortageRetry:
-    """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same.
-
-    Args:
-        sizing: the micro-batch size in force, which the loader follows.
-        reporter: receives each change as an event.
-        forget: frees what is kept for the size before.
-    """
+    """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same. The
+    loader follows the `sizing`; `forget` frees what is kept for the size before."""
 
     def __init__(
         self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter,
@@ -56,13 +51,9 @@ class ShortageRetry:
         self._apply_size()
 
     def run(self, work: Callable[[], Result], *, step: int, evaluation: bool = False) -> Result:
-        """Return the result of `work`, which computes with the loader's micro-batches.
-
-        While `work` raises `StepDropped`, generators and buffers are restored and it runs again with half the size.
-
-        Raises:
-            RunError: there was no memory for a single row.
-        """
+        """Return the result of `work`, which computes with the loader's micro-batches. While it raises `StepDropped`,
+        generators and buffers are restored and it runs again with half the size. Raises RunError: there was no memory
+        for a single row."""
         tries = 0
         while True:
             self._saved.take()
@@ -133,12 +124,8 @@ class SavedState:
 
     The copies of buffers stay in memory. A counter that a user's module keeps in a plain attribute is not seen. Reading
     the states of numpy's and Python's generators takes 100 microseconds: after `QUIET_STEPS` steps that left them alone
-    they are no longer saved, until a restore finds them changed.
-
-    Args:
-        module: on its device, in its dtype.
-        changes: knows the parameters that forward changes, after a step; until then, and without it, those that it may
-            change are copied, to host memory.
+    they are no longer saved, until a restore finds them changed. `changes` knows the parameters that forward changes,
+    after a step; until then, and without it, those that it may change are copied, to host memory.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, changes: ForwardChanges | None = None) -> None:

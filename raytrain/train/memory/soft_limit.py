@@ -35,15 +35,10 @@ class HeldTensor:
         return f"{size(self.bytes)} {self.dtype} {list(self.shape)}{', ' if self.holder else ''}{self.holder}"
 
 
-def largest_tensors(session: Any = None, *, count: int = LISTED) -> list[HeldTensor]:
-    """The tensors of this process that take most memory, those of the training by name; the largest first.
-
-    Takes a tenth of a second in a process with a million objects. Memory that only autograd holds, such as saved
-    activations, has no Python object and is not found.
-
-    Args:
-        session: the `Session` of this process; None: nothing is known by name.
-    """
+def largest_tensors(session: Any = None) -> list[HeldTensor]:
+    """The tensors of this process that take most memory, those of its `Session` by name; the largest first. Memory that
+    only autograd holds, such as saved activations, has no Python object and is not found. Takes a tenth of a second in
+    a process with a million objects."""
     kind = "cpu" if session is None else session.device.type
     by_memory: dict[int, Tensor] = {}
     for one in gc.get_objects():
@@ -63,7 +58,7 @@ def largest_tensors(session: Any = None, *, count: int = LISTED) -> list[HeldTen
             tuple(one.shape), str(one.dtype).removeprefix("torch."), str(one.device), one.untyped_storage().nbytes(),
             names.get(place, ""),
         )
-        for place, one in order[:count]
+        for place, one in order[:LISTED]
     ]  # fmt: skip
 
 
@@ -108,17 +103,15 @@ class SoftLimit:
 
     Args:
         limit: bytes, or None as long as they are unknown; asked until they are known.
-        used: bytes in use.
-        tensors: the largest tensors; called when the warning is due.
+        tensors: the largest ones; called when the warning is due.
         who: this process, for the text: `rank 1 (pid 77) on node-1`.
-        key: the key of the job that holds the limit.
     """
 
     def __init__(
         self, *, limit: Callable[[], int | None], used: Callable[[], int], tensors: Callable[[], list[HeldTensor]],
-        who: str, key: str = "cluster.memory_soft_limit",
+        who: str,
     ) -> None:  # fmt: skip
-        self._limit_of, self._used, self._tensors, self._who, self._key = limit, used, tensors, who, key
+        self._limit_of, self._used, self._tensors, self._who = limit, used, tensors, who
         self._limit: int | None = None
         self.warned = False
 
@@ -135,9 +128,9 @@ class SoftLimit:
             tensors = []
         named = "; ".join(one.describe() for one in tensors[:NAMED]) or "not known"
         text = (
-            f"{self._who} uses {size(used)} of memory, more than {size(self._limit)} ({self._key}), and its largest "
-            f"tensors are {named}: lower loop.micro_batch_size, set loop.activation_checkpointing, or do not keep what "
-            "is not needed"
+            f"{self._who} uses {size(used)} of memory, more than {size(self._limit)} (cluster.memory_soft_limit), and "
+            f"its largest tensors are {named}: lower loop.micro_batch_size, set loop.activation_checkpointing, or do "
+            "not keep what is not needed"
         )
         figures = {"used": used, "total": self._limit, "tensors": [asdict(one) for one in tensors]}
         return SoftLimitWarning(text, figures, tensors)

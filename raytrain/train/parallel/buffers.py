@@ -28,10 +28,7 @@ _WATCHED: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
 class ForwardChanges:
-    """Learns which parameters passes change, and makes `max_norm` the same on all workers.
-
-    Args:
-        module: on its device, sharded under `fsdp`."""
+    """Learns which parameters passes change, and makes `max_norm` the same on all workers."""
 
     def __init__(self, module: nn.Module, workers: Workers) -> None:
         self._workers = workers
@@ -49,7 +46,6 @@ class ForwardChanges:
         ]
 
     def before_passes(self) -> None:
-        """Before the passes of a step."""
         if not self.learnt:
             self._marks = {name: _Mark(one) for name, one in self._watched.items()}
         self.before_lookups()
@@ -106,11 +102,7 @@ class ForwardChanges:
 
 
 class _Lookups:
-    """The rows of a weight that embeddings with `max_norm` look up.
-
-    Attributes:
-        seen: (layers, rows), above zero where a layer has looked up a row.
-    """
+    """The rows of a weight that embeddings with `max_norm` look up; `seen` (layers, rows) is above zero for those."""
 
     def __init__(self, weight: nn.Parameter, layers: list[nn.Embedding | nn.EmbeddingBag]) -> None:
         self._weight, self._layers = weight, layers
@@ -178,9 +170,7 @@ class BufferSync:
 
     A single worker costs nothing. Others compare checksums, and only what differs is sent. Both methods are
     collectives.
-
-    Args:
-        changes: knows the parameters that forward changes; frozen ones that it leaves alone are not read."""
+    """
 
     def __init__(self, module: nn.Module, workers: Workers, changes: ForwardChanges) -> None:
         self._module, self._workers, self._changes = module, workers, changes

@@ -26,14 +26,10 @@ ABORT_REASON_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class WorkersGroup:
-    """Process groups over the workers that can be abandoned and created again, unlike torch's default group.
+    """Process groups over the workers that can be abandoned and created again, unlike torch's default group."""
 
-    Attributes:
-        payload, flags: the groups for device tensors and for CPU tensors.
-    """
-
-    payload: Any
-    flags: Any
+    payload: Any  # for device tensors
+    flags: Any  # for CPU tensors
     lost: Callable[[], str | None]  # returns why the groups were abandoned; None while they are in use
 
 
@@ -83,10 +79,8 @@ class Workers:
         return self.start_all_reduce_ints(values)()
 
     def start_all_reduce_ints(self, values: list[int]) -> Callable[[], list[int]]:
-        """Start a sum of host integers and return at once; the returned function waits and returns the sums.
-
-        Other collectives may run meanwhile, in the same order on every worker.
-        """
+        """Start a sum of host integers and return at once; the returned function waits and returns the sums. Other
+        collectives may run meanwhile, in the same order on every worker."""
         if self.world_size == 1:
             return lambda: values
         vector = torch.tensor(values, dtype=torch.int64)
@@ -188,10 +182,8 @@ class PassEnded(Exception):
 
 
 class Interleaver:
-    """Alternates two passes in one process. Only the pass that has the turn runs, so calls need not identify it.
-
-    The turn belongs to a pass, not to a thread: on a GPU, autograd runs a backward pass in its own threads.
-    """
+    """Alternates two passes in one process. Only the pass that has the turn runs, so calls need not identify it. The
+    turn belongs to a pass, not to a thread: on a GPU, autograd runs a backward pass in its own threads."""
 
     def __init__(self) -> None:
         self._going = [False, False]

@@ -26,12 +26,8 @@ SMALLEST = 1e-18
 
 
 class SquareSum:
-    """The sum of squares of tensors of a CPU whose values change, in their memory.
-
-    Args:
-        gradients: contiguous tensors of any shape and floating dtype, at least one. Those in float32 are summed with a
-            relative error of about 1e-7, all others with that of float64.
-    """
+    """The sum of squares of contiguous tensors of a CPU, at least one, whose values change, in their memory. Those in
+    float32 are summed with a relative error of about 1e-7, all others with that of float64."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         in_rows = [one.detach() for one in gradients if one.dtype == torch.float32]
@@ -113,7 +109,6 @@ def _views(rows: Tensor) -> list[Tensor]:
 
 
 def _exact_sum(flat: Tensor) -> Tensor:
-    """The sum in float64 throughout."""
     converted = torch.empty(min(PIECE, flat.numel()), dtype=torch.float64)
     sums = []
     for piece in flat.split(PIECE):
@@ -165,7 +160,8 @@ class GradientBuffers:
     Args:
         parameters: the trainable parameters (each once), whose elements fill their memory in some order of dimensions.
         bucket_bytes: size at which a buffer is closed, in bytes.
-        with_flags: reserve `FLAGS` elements next to the first buffer, reduced together with it (`flag`)."""
+        with_flags: reserve `FLAGS` elements next to the first buffer, reduced together with it (`flag`).
+    """
 
     several = False  # whether the step has several passes
 
@@ -279,10 +275,8 @@ class GradientBuffers:
         return self._squares() if self._squares is not None else sum_of_squares(self.buffers)
 
     def mark_(self, loss: Tensor) -> None:
-        """Make one gradient NaN where `loss` (a scalar on the device) is not finite.
-
-        The all-reduce spreads the NaN to all workers, so that they agree without another collective.
-        """
+        """Make one gradient NaN where `loss` (a scalar on the device) is not finite: the all-reduce spreads it to all
+        workers, so that they agree without another collective."""
         first = next((flat for flat in self.buffers if flat.numel()), None)
         if first is not None:
             first.view(-1)[:1].add_(loss * 0.0)
@@ -333,7 +327,6 @@ class HeldGradients(GradientBuffers):
         self.zero_()
 
     def zero_(self) -> None:
-        """Drop all gradients."""
         self._views, self.buffers = list(self._empty), []
         for parameter, *_ in self._views:
             parameter.grad = None

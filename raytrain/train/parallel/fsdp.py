@@ -63,13 +63,9 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 class TimedCollective:
     """A custom FSDP2 collective (`torch.distributed.fsdp`, `set_custom_all_gather`).
 
-    Adds the seconds of each call to `Workers.wait_s`. On a CPU the collective has finished when the call returns; FSDP2
-    would wait for it immediately anyway, since nothing is prefetched. On a GPU the stream of the collective waits, and
-    neither the host nor the stream of the computation.
-
-    Args:
-        collective: torch's.
-        meet: called before each (`raytrain.train.parallel.order`).
+    Calls `meet` (`raytrain.train.parallel.order`), and adds the seconds of each call to `Workers.wait_s`. On a CPU the
+    collective has finished when the call returns; FSDP2 would wait for it immediately anyway, since nothing is
+    prefetched. On a GPU the stream of the collective waits, and neither the host nor that of the computation.
     """
 
     def __init__(self, workers: Workers, collective: Callable[..., Any], meet: Callable[[], None]) -> None:
@@ -211,16 +207,11 @@ def shard(
         device: device of the shards; a module on another device is moved block by block.
         policy: blocks are gathered in its autocast format, and their gradients are summed in its master format.
             Parameters outside the blocks, norms and `fp32_layers` stay in the master format.
-        workers: the seconds spent in collectives inside the passes are added to its `wait_s`.
-        order: compares the collectives of the workers.
 
     Returns:
         for the record: the number of blocks; in bytes of weights in their master format the whole module, this worker's
         own shards, the largest block when gathered, and the parameters outside all blocks, gathered while the module
-        runs; the names of the latter.
-
-    Raises:
-        InputError: the model has no blocks.
+        runs; the names of the latter. Raises InputError: the model has no blocks.
     """
     module = trainable.module
     blocks = blocks_of(trainable, key=SHARDS)
@@ -297,10 +288,6 @@ class ShardSaver:
     Workers other than rank 0 copy their rows into CPU buffers and write them in a background thread; finally, rank 0's
     writer gathers the results of those threads over a dedicated process group. Rank 0's own rows are part of the files
     that it writes anyway.
-
-    Args:
-        parts: returns the current state to save.
-        run: the run folder.
     """
 
     def __init__(
@@ -344,7 +331,6 @@ class ShardSaver:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the write, raise its exception, and stop the thread."""
         if not self._first:
             try:
                 self.wait()
@@ -490,5 +476,4 @@ class Sharded(Replicated):
                 storage.resize_(0)
 
     def facts(self) -> dict[str, Any]:
-        """What sharding made of the module."""
         return {"sharded": self._sizes}

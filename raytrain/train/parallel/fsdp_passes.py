@@ -35,9 +35,6 @@ _WORDS = ("DTensor", "storage of size 0")
 class ShardedPasses:
     """Watches the passes of a sharded module.
 
-    Args:
-        order: compares the collectives of the workers.
-
     Attributes:
         used: ids of the parameters that got a gradient since they were last cleared, on this worker; those that only
             passes without rows reached are not among them.
@@ -58,7 +55,6 @@ class ShardedPasses:
 
     @contextlib.contextmanager
     def forward_pass(self, *, idle: bool) -> Iterator[None]:
-        """As in `raytrain.train.parallel.reduction.Reduction`."""
         self.order.begin()
         self._in_forward, self._idle = True, idle
         try:
@@ -100,10 +96,7 @@ class ShardedPasses:
 class ShardsRefused(TorchFunctionMode):
     """Inside, computing with a sharded parameter is an error. In a forward it is one of another block, or of one that
     was not called; some operations, such as `norm().item()`, would return what this worker's rows alone give.
-
-    Args:
-        numbers: refuse only reading numbers.
-    """
+    `numbers`: refuse only reading numbers."""
 
     NUMBERS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__")
 
@@ -197,11 +190,7 @@ def keep_parameters(module: nn.Module, originals: Mapping[tuple[int, str], nn.Pa
 
     The parameter that the user knows becomes the gathered copy, so that a hook, and what it closes over, see whole
     values, and the gradient of each micro-batch before it is summed, as without shards. The sharded parameter, which
-    optimizers see, has the same attributes.
-
-    Args:
-        originals: parameters with attributes or hooks before the module was sharded, by the id of their module and
-            their name in it.
+    optimizers see, has the same attributes. `originals`: `kept_parameters` from before.
     """
     for _, group in groups_of(module):
         for one in group.fsdp_params:
@@ -223,7 +212,7 @@ def keep_parameters(module: nn.Module, originals: Mapping[tuple[int, str], nn.Pa
 
 
 def kept_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-    """The `originals` of `keep_parameters`, before the module is sharded."""
+    """The parameters with attributes or hooks, by the id of their module and their name in it."""
     return {
         (id(part), name): parameter
         for part in module.modules()

@@ -33,9 +33,6 @@ class BucketSums:
 
     The first bucket always starts last: it carries a worker's flags (a non-finite loss, out of memory), which are known
     only after the passes. It is also the last to be complete if modules run in the order of registration.
-
-    Args:
-        gradients: the buffers; each bucket holds complete parameters.
     """
 
     def __init__(self, gradients: GradientBuffers, *, workers: Workers) -> None:
@@ -73,11 +70,8 @@ class BucketSums:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Context of the passes of a step.
-
-        An exception drops the pending all-reduces without waiting: once nothing refers to them, this worker's
-        connections close, and the other workers see the failure.
-        """
+        """Context of the passes of a step. An exception drops the pending all-reduces without waiting: once nothing
+        refers to them, this worker's connections close, and the other workers see the failure."""
         self._reset()
         self._open, self._last = True, False
         try:
@@ -153,13 +147,9 @@ Result = TypeVar("Result")
 
 
 class Passed(NamedTuple):
-    """What this worker's passes of a step add up to.
+    """What this worker's passes of a step add up to."""
 
-    Attributes:
-        loss, aux: its shares of the loss and of the auxiliary losses; float64 scalars on the device.
-    """
-
-    loss: Tensor
+    loss: Tensor  # its share, as that of the auxiliary losses a float64 scalar on the device
     aux: Tensor
     weight: float = 0.0  # of its micro-batches, by what their losses say they are means over
     told: bool = False  # whether that differs from what the loader has counted
@@ -176,12 +166,8 @@ class Summed(NamedTuple):
 def agreed_weight(
     workers: Workers, gradients: GradientBuffers, own: Passed, unused: Sequence[bool], raised: Sequence[bool]
 ) -> float | None:
-    """Leave out the gradients that no worker has, and return the step's weight where a loss has told one. Collective
-    only where something is `raised`, (an unused parameter, a weight that a loss has told) on any worker.
-
-    Args:
-        unused: this worker's parameters without a gradient.
-    """
+    """Leave out the gradients that no worker has (`unused`: this one's), and return the step's weight where a loss has
+    told one. Collective only where something is `raised`, (an unused parameter, a told weight) on any worker."""
     if not any(raised):
         return None
     weights, *absent = zip(*workers.all_gather_floats([own.weight, *map(float, unused)]), strict=True)

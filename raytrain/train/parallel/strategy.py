@@ -30,10 +30,8 @@ FILLER_ROWS = 1000
 
 
 class Filler:
-    """The batch for passes in which a worker has no rows: the first training row with a weight, on the device.
-
-    Its loss is multiplied by zero; that of a row without a weight (every label is -100) would be NaN.
-    """
+    """The batch for passes in which a worker has no rows: the first training row with a weight, on the device. Its loss
+    is multiplied by zero; that of a row without a weight (every label is -100) would be NaN."""
 
     def __init__(self, loader: BatchLoader) -> None:
         self._loader = loader
@@ -59,8 +57,6 @@ class Filler:
 
 
 class ForStep(TypedDict, total=False):
-    """Arguments of `TrainingStep` that depend on the strategy."""
-
     reduction: Reduction
     filler: Callable[[], Batch]
     without_rows: Callable[[], AbstractContextManager[None]]
@@ -121,5 +117,4 @@ class Replicated:
             parameter.data = parameter.data.new_empty(0)
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
         return {}

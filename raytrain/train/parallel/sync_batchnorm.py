@@ -35,9 +35,6 @@ class SyncedForward:
 
     The layer keeps its class and its code: only the call of `torch.nn.functional.batch_norm` inside it computes
     something else, so that what a subclass does around it (an activation, a dropout) stays.
-
-    Attributes:
-        own: the layer's forward.
     """
 
     def __init__(self, part: _BatchNorm, own: Callable[..., Any], members: Members, name: str) -> None:
@@ -73,11 +70,7 @@ def _not_synchronized(part: nn.Module, name: str, why: str) -> InputError:
 
 
 class _OverWorkers(TorchFunctionMode):
-    """Inside, batch norms that compute statistics do so over all workers.
-
-    Attributes:
-        reached: whether a batch norm was computed.
-    """
+    """Inside, batch norms that compute statistics do so over all workers; `reached`: whether one was computed."""
 
     def __init__(self, members: Members, name: str) -> None:
         super().__init__()
@@ -118,7 +111,6 @@ class Members:
     """The workers that share statistics.
 
     Attributes:
-        parts: the batch norms.
         idle: whether this worker's current pass has no rows that count.
         training: the parts that train in such a pass: those of the workers with rows, which are not in eval mode.
     """
