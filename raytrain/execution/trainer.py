@@ -35,14 +35,9 @@ from raytrain.train.job import TrainJob
 MOST_FAULTS = 2
 #: Part of the messages of CUDA and HIP for errors of the device itself (CUDA runtime API, `cudaError_t`).
 DEVICE_ERRORS = (
-    "uncorrectable ECC",
-    "NVLink",
-    "hardware stack error",
-    "hardware error",
-    "unspecified launch failure",
-    "busy or unavailable",
-    "fallen off the bus",
-)
+    "uncorrectable ECC", "NVLink", "hardware stack error", "hardware error", "unspecified launch failure",
+    "busy or unavailable", "fallen off the bus",
+)  # fmt: skip
 
 
 def is_hardware(fault: Fault) -> bool:
