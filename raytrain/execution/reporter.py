@@ -110,9 +110,6 @@ class TensorBoard:
         self._folder.close()
 
 
-# ---------------------------------------------------------------- reporter
-
-
 REPORT_EVERY_S = 5.0
 PRINTED = ("death",)
 """Kinds of events whose reason is also printed to the terminal."""

@@ -78,9 +78,6 @@ class NodeChoice:
         return {NODE_ID_LABEL: f"!in({','.join(left_out)})"}
 
 
-# ---------------------------------------------------------------- trainer
-
-
 def fit(
     job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str | None, storage: str,
     least: int | None = None,

@@ -109,9 +109,6 @@ class Attempts:
             return None
 
 
-# ---------------------------------------------------------------- folder
-
-
 RESERVE_BYTES = 1 << 18
 """Enough for result.json and the last events."""
 _RESERVE = "attempts/reserve"
@@ -465,9 +462,6 @@ class MirroredFolder:
                     self._uploaded[entry.name] = state
 
 
-# ---------------------------------------------------------------- sweep
-
-
 class SweepFolder(RunFolder):
     """The folder of one search (one Ray Tune run) on disk or in an object store."""
 
@@ -503,9 +497,6 @@ class SweepFolder(RunFolder):
         names = [entry.name for entry in self.store.entries("runs") if entry.is_dir]
         found = [one for one in names if one.startswith(f"{name}-")]
         return f"{self.runs}/{max(found)}" if found else None
-
-
-# ---------------------------------------------------------------- commands
 
 
 def shell_command(*words: str) -> str:
