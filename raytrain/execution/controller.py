@@ -61,10 +61,6 @@ def words_of_death(rank: int, error: str, *, stderr: Callable[[int], str] | None
     return f"{who} ended unexpectedly"
 
 
-# ---------------------------------------------------------------- controller
-# Code that runs in Ray Train's controller process: it forms the process group and records workers that died.
-
-
 #: After this many consecutive failures without a new attempt number, the workers cannot start at all.
 START_FAILURES = 5
 #: Retries of forming the process group, which fails if a worker dies in the meantime.
@@ -118,26 +114,20 @@ class FaultWriter(UserCallback):
             if f"{attempt:04d}-rank{rank:05d}.json" in known:
                 continue
             died = rank in lost or type(error).__name__ in DEATH_ERRORS
+            if rank in lost:
+                message = f"the node {lost[rank]} of rank {rank} was lost"
+            elif died:
+                here = _WORKER_NODES.get(rank) == ray.get_runtime_context().get_node_id()
+                killed = oom_kills() if here and _OOM_KILLS else None
+                memory = killed is not None and killed > _OOM_KILLS[0]
+                message = words_of_death(rank, str(error), stderr=worker_stderr if here else None, memory=memory)
+            else:
+                message = (str(error).splitlines() or [""])[0]
             fault = Fault(
                 attempt, rank, step if died else None, "WorkerDied" if died else type(error).__name__,
-                _message(rank, error, lost=lost, died=died), traceback="" if died else str(error),
-                from_step=from_step, node=_WORKER_NODES.get(rank),
+                message, traceback="" if died else str(error), from_step=from_step, node=_WORKER_NODES.get(rank),
             )  # fmt: skip
             write_fault(run, fault)
-
-
-def _message(rank: int, error: Exception, *, lost: dict[int, str], died: bool) -> str:
-    """One line about the failure of a worker that has not written its own record."""
-    if rank in lost:
-        return f"the node {lost[rank]} of rank {rank} was lost"
-    if not died:
-        return (str(error).splitlines() or [""])[0]
-    here = _WORKER_NODES.get(rank) == ray.get_runtime_context().get_node_id()
-    killed = oom_kills() if here and _OOM_KILLS else None
-    return words_of_death(
-        rank, str(error), stderr=worker_stderr if here else None,
-        memory=killed is not None and killed > _OOM_KILLS[0],
-    )  # fmt: skip
 
 
 def lost_nodes(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> dict[int, str]:

@@ -98,10 +98,9 @@ class DriverChannel:
         """Driver: ask the workers to save after the current step and return."""
         self._stop.set()
 
-    async def wait_for_stop(self) -> bool:
-        """Rank 0: return True once a stop is requested (`on_stop_request` waits in this call)."""
+    async def wait_for_stop(self) -> None:
+        """Rank 0: returns once a stop is requested (`on_stop_request` waits in this call)."""
         await self._stop.wait()
-        return True
 
     async def report_group(self, phase: str, **fields: Any) -> None:
         """Ray's controller: a worker group starts (`SETTING_UP`) or has failed and is replaced (`RESTARTING`).
@@ -274,11 +273,9 @@ def on_stop_request(channel: Any, then: Callable[[], None]) -> None:
         import ray
         import ray.exceptions
 
-        try:
-            if ray.get(channel.wait_for_stop.remote()):
-                then()
-        except ray.exceptions.RayError:
-            return  # the driver has exited, and the cluster with it
+        with contextlib.suppress(ray.exceptions.RayError):  # the driver has exited, and the cluster with it
+            ray.get(channel.wait_for_stop.remote())
+            then()
 
     threading.Thread(target=wait, daemon=True, name="stop-request").start()
 

@@ -136,7 +136,6 @@ def _place(fault: Fault) -> tuple[str, str | list[str]]:
 
 
 # ---------------------------------------------------------------- rollback
-# Returns to an earlier checkpoint within an attempt.
 
 
 class RollbackPolicy:
@@ -152,16 +151,13 @@ class RollbackPolicy:
         """Return the session that continues the run, or the failed outcome if no rollback can help. Collective."""
         self._times += 1
         if self._times > self._limit:
-            return LoopOutcome("failed", f"{outcome.reason}, after {self._times - 1} rollbacks (retry.rollbacks)")
+            return LoopOutcome("failed", f"{outcome.reason}, after {self._limit} rollbacks (retry.rollbacks)")
         higher = _next_precision(session)
         last = self._last
         if last is not None and last == (session.state.step - outcome.bad_steps, higher):  # the same weights again
-            return LoopOutcome(
-                "failed",
-                f"{outcome.reason}; no step after step {last[0]} was finite, even with different data, and {higher} "
-                "is not raised any further: try a smaller optim.lr or a longer optim.warmup_steps, and check the data "
-                "and model.init_from",
-            )
+            why = f"no step after step {last[0]} was finite, even with different data, and {higher} is not raised any"
+            remedy = "try a smaller optim.lr or a longer optim.warmup_steps, and check the data and model.init_from"
+            return LoopOutcome("failed", f"{outcome.reason}; {why} further: {remedy}")
         fresh, decision = roll_back(session, self._run, outcome=outcome)
         self._last = decision["value"], higher
         return fresh

@@ -35,29 +35,24 @@ class Observers:
         self._on_failure = on_failure
 
     def metrics(self, row: dict[str, Any]) -> None:
-        self._notify("metrics", row)
+        self._call("metrics", row)
 
     def event(self, row: dict[str, Any]) -> None:
-        self._notify("event", row)
+        self._call("event", row)
 
     def close(self) -> None:
-        for observer in list(self._active):
-            self._call(observer, getattr(observer, "close", None))
+        self._call("close")
 
-    def _notify(self, name: str, row: dict[str, Any]) -> None:
+    def _call(self, name: str, *rows: dict[str, Any]) -> None:
         for observer in list(self._active):
             takes_all = not (hasattr(observer, "metrics") or hasattr(observer, "event")) and callable(observer)
-            method = getattr(observer, name, observer if takes_all else None)
-            self._call(observer, method, copy.deepcopy(row))
-
-    def _call(self, observer: Any, method: Callable[..., Any] | None, *arguments: Any) -> None:
-        if method is None:
-            return
-        try:
-            method(*arguments)
-        except Exception:  # a failing observer must not end the run: it is disabled, and an event records why
-            self._active.remove(observer)
-            self._on_failure(type(observer).__name__, traceback.format_exc())
+            method = getattr(observer, name, observer if takes_all and rows else None)
+            try:
+                if method is not None:
+                    method(*copy.deepcopy(rows))
+            except Exception:  # a failing observer must not end the run: it is disabled, and an event records why
+                self._active.remove(observer)
+                self._on_failure(type(observer).__name__, traceback.format_exc())
 
 
 def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
@@ -88,9 +83,8 @@ class TensorBoard:
         # version without them is left as it is.
         file: Any = self._writer.file_writer
         events = getattr(getattr(file, "event_writer", None), "_ev_writer", None)
-        if events is None:
-            return
-        events.write_event, events.flush = self._kept(events.write_event), self._kept(events.flush)
+        if events is not None:
+            events.write_event, events.flush = self._kept(events.write_event), self._kept(events.flush)
 
     def _kept(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def writing(*given: Any) -> Any:
@@ -98,7 +92,6 @@ class TensorBoard:
                 return None if self._error is not None else write(*given)
             except OSError as error:
                 self._error = error
-                return None
 
         return writing
 
@@ -115,10 +108,6 @@ class TensorBoard:
         """Flush the file, and upload it where the run folder is on an object store."""
         self._writer.close()
         self._folder.close()
-
-
-# ---------------------------------------------------------------- reporter
-# Reports the rows of a run: rank 0 writes them to the run folder and passes them to the observers and the driver.
 
 
 REPORT_EVERY_S = 5.0

@@ -35,14 +35,9 @@ from raytrain.train.job import TrainJob
 MOST_FAULTS = 2
 #: Part of the messages of CUDA and HIP for errors of the device itself (CUDA runtime API, `cudaError_t`).
 DEVICE_ERRORS = (
-    "uncorrectable ECC",
-    "NVLink",
-    "hardware stack error",
-    "hardware error",
-    "unspecified launch failure",
-    "busy or unavailable",
-    "fallen off the bus",
-)
+    "uncorrectable ECC", "NVLink", "hardware stack error", "hardware error", "unspecified launch failure",
+    "busy or unavailable", "fallen off the bus",
+)  # fmt: skip
 
 
 def is_hardware(fault: Fault) -> bool:
@@ -81,9 +76,6 @@ class NodeChoice:
             text = f"workers on node {address} failed {MOST_FAULTS} times as on a broken machine: it is left out"
             self.channel.warn.remote(f"node_left_out:{node}", "node_left_out", text, {"node": node, "address": address})
         return {NODE_ID_LABEL: f"!in({','.join(left_out)})"}
-
-
-# ---------------------------------------------------------------- trainer
 
 
 def fit(

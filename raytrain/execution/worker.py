@@ -318,7 +318,12 @@ class Worker:
                 saver.close()
                 raise
             saver.close()
-            busy, copies = self._of_all(clock, TRANSFERS.since(copied), ended=outcome.kind in ("done", "plateau"))
+            # of each rank; of a run that is stopped, whose workers may have little time left, what this rank copied
+            busy, copies = list[float](), [TRANSFERS.since(copied)]
+            if outcome.kind in ("done", "plateau"):
+                figures = [clock.share("compute"), *map(float, copies[0].values())]
+                rows = self.workers.all_gather_floats(figures)
+                busy, copies = [row[0] for row in rows], [TransferCounts(*map(int, row[1:])) for row in rows]
             reporter.event("account", seconds=clock.seconds, step=session.state.step, busy=busy)
             reporter.event("transfers", step=session.state.step, **transfers_row(copies, device=session.device.type))
             if outcome.kind != "rollback":
@@ -327,14 +332,6 @@ class Worker:
             if isinstance(after, LoopOutcome):
                 return after
             self.session = session = after
-
-    def _of_all(self, clock: Clock, copies: TransferCounts, *, ended: bool) -> tuple[list[float], list[TransferCounts]]:
-        """The fraction of its time that each rank computed, and its copies of batches. Collective, but not for a run
-        that is stopped, whose workers may have little time left: then there is only what this rank copied."""
-        if not ended:
-            return [], [copies]
-        rows = self.workers.all_gather_floats([clock.share("compute"), *map(float, copies.values())])
-        return [row[0] for row in rows], [TransferCounts(*map(int, row[1:])) for row in rows]
 
     def position(self) -> dict[str, Any]:
         """The attempt and the step, for the rows of telemetry; called from other threads."""

@@ -176,10 +176,6 @@ def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) ->
     return Resolved(min(100, max_steps.value // 20), "the smaller of 100 steps and 5 % of the run")
 
 
-def fused_part(optim: OptimConfig) -> str:
-    return "the AdamW part of Muon" if optim.name == "muon" else optim.name
-
-
 def choose_eval_every(
     loop: LoopConfig, *, max_steps: Choice, steps_per_epoch: Choice, data_facts: DataFacts | None
 ) -> Choice:

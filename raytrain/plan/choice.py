@@ -64,9 +64,6 @@ def choice_from_json(row: Mapping[str, Any]) -> Choice:
     return Resolved(value=row["value"], reason=row["reason"])
 
 
-# ---------------------------------------------------------------- text
-
-
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 

@@ -27,7 +27,6 @@ from raytrain.plan.machines import (
     ray_type,
     where_text,
 )
-from raytrain.plan.memory import hosts_under_fsdp
 
 CPU_HOSTS = 2
 """On CPUs, `auto` starts as many hosts where the workers have no room for the experts: all share the cores."""
@@ -50,7 +49,12 @@ def choose_hosts(
             )  # fmt: skip
         return Resolved("none", "the model has no experts")
     if scale.strategy == "fsdp":
-        return hosts_under_fsdp(requested)
+        if requested in (0, "auto"):
+            return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
+        raise InputError(
+            "experts.hosts", got=str(requested), expected="0 or auto with scale.strategy fsdp",
+            remedy="expert hosts with sharded workers are not supported yet; scale.strategy expert_parallel has hosts",
+        )  # fmt: skip
     if requested == 0:
         return Resolved(0, "every worker holds all experts")
     if scale.strategy == "data_parallel":

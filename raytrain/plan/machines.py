@@ -274,7 +274,7 @@ def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bo
         return Resolved("cpu", "scale.mode")
     if forced_cpu:
         return Resolved("cpu", "scale.accelerator")
-    notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
+    notes = [note for note in inventory.notes if any(word in note for word in ("GPU", "CUDA", "NVML"))]
     why = notes[-1] if notes else f"{inventory.source} has no GPU"
     if scale.mode == "auto":
         if gpus == 0:
@@ -283,15 +283,11 @@ def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bo
             reason = "there is one GPU" if gpus == 1 else f"scale.workers is 1; {gpus} GPUs found"
             return Resolved("single_gpu", reason)
         return Resolved("multi_gpu", f"there are {gpus} GPUs")
-    if scale.mode == "single_gpu":
-        if gpus:
-            return Resolved("single_gpu", "scale.mode")
-        return _fell_back("cpu", f"single_gpu was asked for, but there is no GPU ({why})", warnings)
-    if gpus >= 2:
-        return Resolved("multi_gpu", "scale.mode")
-    if gpus == 1:
+    if gpus == 0:
+        return _fell_back("cpu", f"{scale.mode} was asked for, but there is no GPU ({why})", warnings)
+    if gpus == 1 and scale.mode == "multi_gpu":
         return _fell_back("single_gpu", "multi_gpu was asked for, but there is one GPU", warnings)
-    return _fell_back("cpu", f"multi_gpu was asked for, but there is no GPU ({why})", warnings)
+    return Resolved(scale.mode, "scale.mode")
 
 
 def _fell_back(value: str, reason: str, warnings: list[str]) -> Resolved:
@@ -392,15 +388,13 @@ def count_workers(
             have = f"{counted(inventory.cpus, 'CPU core')}, room for {counted(there, 'worker')} of {each} threads"
         reason = f"scale.workers [{least}, {most}], and the machines have {have}"
         return Resolved(max(least, min(most, there, global_batch)), reason)
-    requested = scale.workers if isinstance(scale.workers, int) else None
-    mode = machines.mode.value
-    if requested is not None:
-        _check_requested(requested, scale, machines, inventory, global_batch=global_batch)
-        if not machines.on_gpu and requested > inventory.cpus:
-            warnings.append(f"{requested} workers share {inventory.cpus} CPU cores: slower than one per core")
-        return Resolved(requested, "scale.workers")
-    if "single_gpu" in (mode, scale.mode):
-        return Resolved(1, f"mode {mode}")
+    if isinstance(scale.workers, int):
+        _check_requested(scale.workers, scale, machines, inventory, global_batch=global_batch)
+        if not machines.on_gpu and scale.workers > inventory.cpus:
+            warnings.append(f"{scale.workers} workers share {inventory.cpus} CPU cores: slower than one per core")
+        return Resolved(scale.workers, "scale.workers")
+    if "single_gpu" in (machines.mode.value, scale.mode):
+        return Resolved(1, f"mode {machines.mode.value}")
     if machines.on_gpu:
         count, reason = len(machines.gpus), f"one per {machines.unit}"
     else:
@@ -464,11 +458,6 @@ def allowed_bytes(cluster: ClusterConfig, machines: DevicePool, inventory: Inven
         )
     known = [int(value) for value in (cluster.memory_fraction * room, cluster.memory_limit) if value]
     return min(known, default=None)
-
-
-def choose_placement(counts: dict[str, int], machines: DevicePool) -> Resolved:
-    """Ray's placement strategy, and the workers on each node as its reason."""
-    return Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", where_text(counts))
 
 
 def where_text(counts: Mapping[str, int]) -> str:

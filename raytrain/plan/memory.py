@@ -300,16 +300,6 @@ def advise_activation_checkpointing(
 UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recover from an out-of-memory in place"
 
 
-def hosts_under_fsdp(requested: Any) -> Resolved:
-    """Where the experts are: sharded like the rest of the model. Raises InputError if expert hosts are configured."""
-    if requested in (0, "auto"):
-        return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
-    raise InputError(
-        "experts.hosts", got=str(requested), expected="0 or auto with scale.strategy fsdp",
-        remedy="expert hosts with sharded workers are not supported yet; scale.strategy expert_parallel has hosts",
-    )  # fmt: skip
-
-
 def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
     """Raises InputError for a choice that needs a measurement, since `fsdp` measures nothing."""
     if scale.strategy == "fsdp" and precision.fp32_layers == "auto":

@@ -295,7 +295,7 @@ def _machine_choices(
         "device": machines.device,
         "accelerator": machines.accelerator,
         "workers": workers,
-        "placement": devices.choose_placement(counts, machines),
+        "placement": Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", devices.where_text(counts)),
         "strategy": expert_hosts.choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if nccl else Resolved("gloo", why_gloo),
         **({} if whole else {"processes_per_gpu": Resolved(machines.per_gpu, shared)}),

@@ -10,7 +10,6 @@ from typing import Any
 from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
-from raytrain.plan.batch import fused_part
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.machines import DevicePool
 
@@ -135,4 +134,5 @@ def choose_optimizer_kernels(optim: OptimConfig, machines: DevicePool, strategy:
         return Resolved("plain", "optim.fused false: each step reads a value from the device")
     if optim.name == "sgd" and strategy.value_or(None) == "fsdp":
         return Resolved("plain", "torch has no fused SGD for the shards of scale.strategy fsdp")
-    return Resolved("fused", f"torch has fused kernels for {fused_part(optim)} on {machines.device.value}")
+    part = "the AdamW part of Muon" if optim.name == "muon" else optim.name
+    return Resolved("fused", f"torch has fused kernels for {part} on {machines.device.value}")

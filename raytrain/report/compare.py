@@ -32,8 +32,6 @@ _LESS_IS_BETTER = (
     "wall_s", "step_ms_p50", "step_ms_p95", "peak_memory_bytes", "final_loss", "best_eval_loss", "perplexity"
 )  # fmt: skip
 _MORE_IS_BETTER = ("samples_per_s_median", "tokens_per_s_median", "accuracy")
-_OF_EQUAL_STEPS = ("wall_s",)
-"""Better or worse only than a run of as many steps."""
 _CHOICES = {
     "device": "", "workers": "scale.workers", "strategy": "scale.strategy", "precision": "precision.dtype",
     "micro_batch_size": "loop.micro_batch_size", "accumulation": "loop.micro_batch_size", "storage": "data.storage",
@@ -154,7 +152,7 @@ def _relative(key: str, summary: dict[str, Any], first: dict[str, Any]) -> str:
     value, base = summary.get(key), first.get(key)
     if summary is first or key not in (*_LESS_IS_BETTER, *_MORE_IS_BETTER):
         return ""
-    if key in _OF_EQUAL_STEPS and summary.get("steps") != first.get("steps"):
+    if key == "wall_s" and summary.get("steps") != first.get("steps"):  # comparable for as many steps only
         return ""
     if not isinstance(value, int | float) or not isinstance(base, int | float) or not base:
         return ""

@@ -108,10 +108,9 @@ def outcome(records: RunRecords) -> RunOutcome:
     status = str(result.get("status", "unknown"))
     wall = seconds(number(result.get("wall_s")))
     reason = failure_reason(records)
-    if status == "failed" and cluster_lost(reason):
-        return RunOutcome(status, f"Failed after step {step:,}, as Ray itself was lost: {reason}")
     if status == "failed":
-        return RunOutcome(status, f"Failed after step {step:,}: {reason or 'no cause was recorded'}")
+        lost = ", as Ray itself was lost" if cluster_lost(reason) else ""
+        return RunOutcome(status, f"Failed after step {step:,}{lost}: {reason or 'no cause was recorded'}")
     if status == "interrupted":
         why = f" ({reason})" if reason else ""
         return RunOutcome(status, f"Interrupted after step {step:,}{why}; it can be resumed.")

@@ -381,9 +381,6 @@ def unusable_devices(records: RunRecords) -> list[Finding]:
     return [Finding("warning", "Trained on the CPU although there is a GPU", "; ".join(lines), remedy)]
 
 
-# ---------------------------------------------------------------- rules
-
-
 RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     failure, loss_trend, overfitting, non_finite, restarts, fall_backs, unusable_devices, idle_devices, retried_steps,
     memory_warnings, step_limits, utilisation, limiting_part, compilation, experts,

@@ -247,9 +247,6 @@ _ALT = {
 }
 
 
-# ---------------------------------------------------------------- snippet
-
-
 #: A notebook has a theme of its own, whatever the browser prefers: its colour for text, nothing behind it, and curves
 #: that can be seen on white and on black.
 _THEMELESS = (
@@ -271,9 +268,6 @@ def result_snippet(figures: Mapping[str, Any], history: Sequence[Row]) -> str:
     scoped = f".raytrain{{{STYLE.replace(':root{', '&{')}}}.raytrain{{{_THEMELESS}}}"  # leaves the notebook alone
     shown = table([("Run", "k"), ("", "v")], rows)
     return f'<div class="raytrain"><style>{scoped}</style>{shown}{curves}</div>'
-
-
-# ---------------------------------------------------------------- build
 
 
 def build_report(run: RunFolder) -> str:

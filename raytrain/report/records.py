@@ -262,10 +262,8 @@ def _text(run: RunFolder, path: str, unreadable: list[str]) -> str | None:
 
 def _json(run: RunFolder, path: str, unreadable: list[str]) -> Any:
     text = _text(run, path, unreadable)
-    if text is None:
-        return None
     try:
-        return json.loads(text)
+        return None if text is None else json.loads(text)
     except json.JSONDecodeError as error:
         unreadable.append(f"{split(path)[1]}: {error}")
         return None

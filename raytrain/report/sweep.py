@@ -106,9 +106,6 @@ def batch_spec(
     return {"title": f"{name}: {chosen[0]} with micro-batches of {rows}", "panels": [left, right]}
 
 
-# ---------------------------------------------------------------- sweep
-
-
 TRIALS, OUTCOME, PLOT, PICTURE, BEST = "trials.jsonl", "tune.json", "tune_plot.json", "tune.png", "best.yaml"
 OF_RUNS = ("trial", "outcome", "eval_loss", "samples_per_s", "steps", "wall_s")
 """Columns of the trials that are complete runs."""

@@ -87,11 +87,10 @@ def sample(records: RunRecords) -> str:
     sample = records.sample
     if not sample or "text" not in sample:
         return ""
-    facts = [f"step {sample['step']:,}" if isinstance(sample.get("step"), int) else ""]
-    facts.append(f"temperature {sample['temperature']}" if sample.get("temperature") is not None else "")
-    prompt, text = str(sample.get("prompt") or ""), str(sample["text"])
-    text = text.removeprefix(prompt)
-    note = ", ".join(fact for fact in facts if fact)
+    facts = [f"step {sample['step']:,}"] if isinstance(sample.get("step"), int) else []
+    facts += [f"temperature {sample['temperature']}"] if sample.get("temperature") is not None else []
+    prompt, note = str(sample.get("prompt") or ""), ", ".join(facts)
+    text = str(sample["text"]).removeprefix(prompt)
     lead = f'<span class="prompt">{esc(prompt)}</span>' if prompt else ""
     return f'<div class="card"><pre>{lead}{esc(text)}</pre></div><p class="note">{esc(note)}</p>'
 

@@ -21,7 +21,6 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from cluster.preflight import is_submitted
@@ -108,9 +107,6 @@ class Attempts:
             return json.loads(self.store.read_bytes(name))
         except FileNotFoundError:
             return None
-
-
-# ---------------------------------------------------------------- folder
 
 
 RESERVE_BYTES = 1 << 18
@@ -350,11 +346,8 @@ def run_to_name(path: str) -> str:
     for folder in dict.fromkeys((path, next_to_it, "runs")):
         with contextlib.suppress(OSError):  # no folder, not a local one, or one that may not be read
             runs = [entry for entry in os.scandir(folder) if os.path.isfile(os.path.join(entry.path, "job.json"))]
-            newest = max(
-                (run for run in runs if not run.is_symlink()), key=lambda run: run.stat().st_mtime, default=None
-            )
-            if newest is not None:
-                name = shlex.quote(os.path.normpath(newest.path))
+            if runs := [run for run in runs if not run.is_symlink()]:
+                name = shlex.quote(os.path.normpath(max(runs, key=lambda run: run.stat().st_mtime).path))
                 return f"did you mean {name}?" if folder == path else f"for example {name}"
     return "`raytrain train` starts a run and prints its folder"
 
@@ -363,11 +356,8 @@ def find_unfinished(save_dir: str, name: str, job: dict[str, Any]) -> RunFolder 
     """The newest run of this name and job that is neither done nor alive (`--resume auto`), or None."""
     store = open_store(save_dir)
     pattern = re.compile(re.escape(name) + r"-(\d{8}T\d{6}Z)(?:-(\d+))?")
-    found = []
-    for entry in store.entries(""):
-        match = pattern.fullmatch(entry.name)
-        if match and entry.is_dir:
-            found.append((match[1], int(match[2] or 1), entry.name))
+    matches = [match for entry in store.entries("") if entry.is_dir and (match := pattern.fullmatch(entry.name))]
+    found = [(match[1], int(match[2] or 1), match[0]) for match in matches]
     for _stamp, _number, folder in sorted(found, reverse=True):
         run = RunFolder(join(store.uri, folder))
         same = run.exists(run.job_mapping) and _comparable(run.recorded_job()) == _comparable(job)
@@ -412,7 +402,6 @@ def _point_latest(parent: LocalStore | ObjectStore, folder: str) -> None:
 
 
 # ---------------------------------------------------------------- mirror
-# Files that are written locally and belong to a run folder, which may be on an object store.
 
 
 UPLOAD_S = 10.0
@@ -445,12 +434,6 @@ class MirroredFolder:
                 Path(self.path, file).write_bytes(run.store.read_bytes(f"{name}/{file}"))
         threading.Thread(target=self._upload_often, daemon=True, name="upload").start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def close(self) -> None:
         """Upload what has changed and remove the temporary directory; may be called twice. Raises RunError: a file
         could not be uploaded."""
@@ -477,10 +460,6 @@ class MirroredFolder:
                 if self._uploaded.get(entry.name) != state:
                     self._run.store.write_bytes(f"{self._name}/{entry.name}", Path(entry.path).read_bytes())
                     self._uploaded[entry.name] = state
-
-
-# ---------------------------------------------------------------- sweep
-# The search folder: a run folder with one row per trial and the result of the search.
 
 
 class SweepFolder(RunFolder):
@@ -518,10 +497,6 @@ class SweepFolder(RunFolder):
         names = [entry.name for entry in self.store.entries("runs") if entry.is_dir]
         found = [one for one in names if one.startswith(f"{name}-")]
         return f"{self.runs}/{max(found)}" if found else None
-
-
-# ---------------------------------------------------------------- commands
-# What to type next for a run: the commands that messages and reports name.
 
 
 def shell_command(*words: str) -> str:

@@ -423,10 +423,6 @@ def unreadable(path: str, error: BaseException, *, key: str) -> InputError:
     return InputError(key, got=f"{kind} {path}: {first_line(error)}", expected="a readable file")
 
 
-# ---------------------------------------------------------------- atomic
-# Large files that appear complete or not at all.
-
-
 @contextlib.contextmanager
 def whole_file(path: str, advice: WriteAdvice = SAVES) -> Iterator[BinaryIO]:
     """Open a new file, local or at a URI, that is written piece by piece: it has its name once the block ends, and is

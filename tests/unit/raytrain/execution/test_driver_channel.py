@@ -24,7 +24,7 @@ def test_a_stop_request_ends_every_wait_and_persists() -> None:
         await channel.report_progress({"phase": "training"})  # a long poll blocks nobody
         assert (await channel.progress())["phase"] == "training"
         await channel.request_stop()
-        assert await asyncio.gather(*waits) == [True, True] and await channel.wait_for_stop() is True
+        await asyncio.wait_for(asyncio.gather(*waits, channel.wait_for_stop()), 60)
 
     asyncio.run(story())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_a_run_with_a_query_names_its_files_and_finds_the_latest(tmp_path: Path)
 
 
 def test_a_local_run_has_its_files_in_place(tmp_path: Path) -> None:
-    with MirroredFolder(RunFolder(str(tmp_path)), "logs") as folder:
+    with contextlib.closing(MirroredFolder(RunFolder(str(tmp_path)), "logs")) as folder:
         assert folder.path == str(tmp_path / "logs")
         (tmp_path / "logs" / "rank.log").write_text("line")
     assert (tmp_path / "logs" / "rank.log").read_text() == "line"
@@ -55,7 +56,7 @@ def test_a_local_run_has_its_files_in_place(tmp_path: Path) -> None:
 
 def test_files_are_uploaded_continued_and_only_when_they_have_changed(tmp_path: Path) -> None:
     run = RunFolder(f"file://{tmp_path}/run")
-    with MirroredFolder(run, "logs", every_s=1000) as folder:
+    with contextlib.closing(MirroredFolder(run, "logs", every_s=1000)) as folder:
         assert not Path(folder.path).is_relative_to(tmp_path), "an object store cannot append"
         Path(folder.path, "rank.log").write_text("first\n")
         Path(folder.path, "other.log").write_text("other")
