@@ -157,19 +157,12 @@ def leave_rays_warnings() -> None:
 
 
 def environment_record(
-    *,
-    inventory: Inventory | None = None,
-    environ: Mapping[str, str] | None = None,
-    folder: Path | None = None,
+    *, inventory: Inventory | None = None, environ: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> dict[str, Any]:
     """The content of environment.json: machine, package versions, devices, git commit and relevant variables.
 
-    Versions are read from package metadata, without importing the packages.
-
-    Args:
-        inventory: the machines, by default this one.
-        environ: the environment, by default that of this process.
-        folder: the folder of the user's code, whose git commit is recorded; by default the working directory.
+    Versions are read from package metadata, without importing the packages. `folder` is that of the user's code, whose
+    git commit is recorded; by default the working directory.
     """
     environ = os.environ if environ is None else environ
     inventory = inventory or local_inventory(environ=environ)

@@ -14,8 +14,6 @@ import struct
 from pathlib import Path
 
 # ---------------------------------------------------------------- network
-# Network interfaces and addresses of this machine: which one has an address, who answers, what gloo and NCCL use.
-
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -112,8 +110,6 @@ def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 # ---------------------------------------------------------------- head
-# Whether the head of a Ray cluster answers at an address.
-
 
 ANSWER_S = 15.0
 """Limit of the call; a head on a busy machine takes seconds."""

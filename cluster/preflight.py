@@ -26,8 +26,6 @@ from cluster.ray_runtime import on_node
 from cluster.wording import counted, size
 
 # ---------------------------------------------------------------- preflight
-# Checks before a run: storage, disk space, memory and device variables.
-
 
 DISK_SLACK = 64 << 20
 """Disk space for metrics, logs and the report, in addition to the checkpoints."""
@@ -129,15 +127,12 @@ def check_place(save_dir: str, need_bytes: int | None, *, saved: int = 0) -> lis
     return [storage, check_disk(save_dir, need_bytes, saved=saved)]
 
 
-def check_disk(
-    save_dir: str, need_bytes: int | None, *, saved: int = 0, usage: Callable[[Path], Any] = shutil.disk_usage
-) -> CheckResult:
+def check_disk(save_dir: str, need_bytes: int | None, *, saved: int = 0) -> CheckResult:
     """Checks disk space for three checkpoints and the other files of a run.
 
     Args:
         need_bytes: bytes of one checkpoint; None if unknown before the start, and then only the slack is checked.
         saved: checkpoints that the run has there already.
-        usage: like `shutil.disk_usage`.
     """
     folder = local_folder(save_dir)
     if folder is None:
@@ -146,7 +141,7 @@ def check_disk(
         folder = folder.parent
     copies = max(1, 3 - saved)
     wanted = copies * (need_bytes or 0) + DISK_SLACK
-    free = usage(folder).free
+    free = shutil.disk_usage(folder).free
     number = {1: "one checkpoint", 2: "two checkpoints", 3: "three checkpoints"}[copies] + (" more" if saved else "")
     expected = f"{size(wanted)} free: {number} and {size(DISK_SLACK)}"
     if free < wanted:
@@ -159,12 +154,11 @@ def check_disk(
 
 
 def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool) -> CheckResult:
-    """Checks host memory for the worker processes, on the node with the least of it.
+    """Checks host memory for the `local_workers` of one node, on the node with the least of it.
 
     Args:
         need_bytes: estimated bytes of one worker, including the process itself; None if unknown. On a GPU these are
             bytes of device memory.
-        local_workers: workers on one node.
     """
     each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
     free = min(node.memory_bytes if node.free_bytes is None else node.free_bytes for node in inventory.nodes)
@@ -179,12 +173,12 @@ def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers:
     return CheckResult("memory", "ok", f"{size(free)} free", expected)
 
 
-def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage) -> CheckResult:
+def check_shared_memory(*, root: Path = ROOT) -> CheckResult:
     """Checks /dev/shm, where Ray keeps its objects; if it is too small, Ray keeps them on disk."""
     folder = root / "dev/shm"
     if not folder.is_dir():
         return CheckResult("shared_memory", "na", "there is no /dev/shm", "Linux")
-    free = usage(folder).free
+    free = shutil.disk_usage(folder).free
     expected = f"{size(SHARED_MEMORY)} free"
     if free < SHARED_MEMORY:
         remedy = "give the container more (docker run --shm-size=1g)"
@@ -195,13 +189,7 @@ def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shu
 def check_visible_devices(
     *, environ: Mapping[str, str] | None = None, nvml: Any = None, root: Path = ROOT
 ) -> CheckResult:
-    """Checks that the variables that hide devices agree with each other and with the existing devices.
-
-    Args:
-        environ: the environment, by default that of this process.
-        nvml: the pynvml module or a substitute; by default it is imported if installed.
-        root: the directory to use as ``/``.
-    """
+    """Checks that the variables that hide devices agree with each other and with the existing devices."""
     environ = os.environ if environ is None else environ
     text = environ.get("CUDA_VISIBLE_DEVICES")
     hip = [name for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environ]
@@ -227,15 +215,9 @@ def check_visible_devices(
 
 
 def run_preflight(
-    *,
-    save_dir: str,
-    inventory: Inventory,
-    checkpoint_bytes: int | None,
-    worker_bytes: int | None,
-    local_workers: int,
-    on_gpu: bool,
-    saved: int = 0,
-) -> list[CheckResult]:
+    *, save_dir: str, inventory: Inventory, checkpoint_bytes: int | None, worker_bytes: int | None, local_workers: int,
+    on_gpu: bool, saved: int = 0,
+) -> list[CheckResult]:  # fmt: skip
     """Runs all checks, in the order in which they are shown; `to_json` of each goes into preflight.json."""
     return [
         *check_place(save_dir, checkpoint_bytes, saved=saved),
@@ -300,18 +282,14 @@ def check_caches(runtime: str | None, *, environ: Mapping[str, str] | None = Non
     return CheckResult("kernel_caches", "ok", seen, "any; a folder may be deleted, and kernels are compiled again")
 
 
-def check_seen_by_all(
-    paths: Mapping[str, str], *, ask: Callable[[list[str]], dict[str, list[str]]] | None = None
-) -> list[CheckResult]:
-    """Checks that every node of a cluster can access the local paths that its workers will open.
+def check_seen_by_all(paths: Mapping[str, str]) -> list[CheckResult]:
+    """Checks by a task on every live node that it can access the local paths that its workers will open.
 
     Args:
         paths: key of the job -> path (URIs are not checked: they are the same on all nodes).
-        ask: paths -> {node: the paths that it cannot access}; by default a task checks on each live node of the
-            connected Ray cluster.
     """
     local = {key: path for key, path in paths.items() if "://" not in path}
-    missing = (ask or _ask_nodes)(list(local.values())) if local else {}
+    missing = _ask_nodes(list(local.values())) if local else {}
     results = []
     for key, path in local.items():
         blind = [node for node, unseen in missing.items() if path in unseen]
@@ -323,9 +301,10 @@ def check_seen_by_all(
 
 
 def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
+    """{node: the paths that it cannot access}."""
     import ray
 
-    tasks = on_each_node(_unseen, paths)
+    tasks = on_each_node(lambda: [path for path in paths if not os.path.exists(path)])
     return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
 
 
@@ -356,13 +335,7 @@ def on_each_node(
     return found
 
 
-def _unseen(paths: list[str]) -> list[str]:
-    return [path for path in paths if not os.path.exists(path)]
-
-
 # ---------------------------------------------------------------- ray job
-# Checks of a command that runs as a submitted Ray job (`ray job submit`).
-
 
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets this variable in the driver of a submitted job."""
@@ -391,46 +364,33 @@ def submission_id(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def check_ray_job(
-    save_dir: str,
-    *,
-    checkpoint_bytes: int | None,
-    grace_s: float,
-    environ: Mapping[str, str] | None = None,
+    save_dir: str, *, checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str] | None = None
 ) -> list[CheckResult]:
-    """Check that the results of a submitted job outlive it, and that `ray job stop` leaves it time to save.
+    """Check that the results of a submitted job outlive it, and that `ray job stop` leaves it time to save; nothing for
+    a command that is no submitted job.
 
     Args:
-        save_dir: `save.dir`, a path or a URI.
-        checkpoint_bytes: bytes of one checkpoint; None if unknown.
-        grace_s: `retry.stop_grace_s`.
-        environ: the environment, by default that of this process.
-
-    Returns:
-        No results for a command that is not a submitted job.
+        checkpoint_bytes: of one checkpoint; None if unknown. grace_s: `retry.stop_grace_s`.
     """
     environ = os.environ if environ is None else environ
     if not is_submitted(environ):
         return []
-    return [_check_folder(save_dir), _check_stop(checkpoint_bytes, grace_s, environ)]
-
-
-def _check_folder(save_dir: str) -> CheckResult:
     expected = "a folder that outlives the job, on storage that every node can access"
     folder = save_dir if "://" in save_dir else str(Path(save_dir).expanduser().resolve())
+    saved = CheckResult("save_folder", "ok", folder, expected)
     if PACKAGE_CACHE in Path(folder).parts and "://" not in save_dir:
-        return CheckResult(
+        saved = CheckResult(
             "save_folder", "fail", f"{folder}, which is in Ray's copy of the working directory of this job", expected,
             "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)", "save.dir",
         )  # fmt: skip
-    return CheckResult("save_folder", "ok", folder, expected)
+    return [saved, _check_stop(checkpoint_bytes, grace_s, environ)]
 
 
 def _check_stop(checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
     """Whether `ray job stop` leaves time to write a checkpoint."""
-    try:
+    wait_s = 3.0
+    with contextlib.suppress(ValueError):
         wait_s = float(environ.get(STOP_WAIT, "3"))
-    except ValueError:
-        wait_s = 3.0
     seen = f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
     if checkpoint_bytes is None:
         return CheckResult("job_stop", "na", f"{seen}; the size of a checkpoint is not known yet", ENOUGH)

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 # ---------------------------------------------------------------- private ray
-# The settings of a Ray cluster that one command starts for itself: on loopback, with a token and a private folder.
-
 
 TOKEN_FILE = "token"
 #: First letters of the names of private folders; short, since socket paths end at 107 bytes.
@@ -122,10 +120,7 @@ def _socket_folder() -> str:
 
 @contextlib.contextmanager
 def private_folder(base: str | None = None) -> Iterator[str]:
-    """Create a temporary folder that only this user can read (mode 0700); it is removed at the end.
-
-    Args:
-        base: where; None is the temporary directory.
+    """Create a temporary folder in `base` that only this user can read (mode 0700); it is removed at the end.
 
     A process that is killed cannot remove its own: the next one of this user removes it (`remove_left_folders`).
     """
@@ -163,27 +158,21 @@ def remove_left_folders() -> list[str]:
             except OSError:
                 continue  # its process lives
             with contextlib.suppress(OSError):  # a start must not fail because of what an earlier one left
-                _remove_but_owner(folder)
+                for entry in folder.iterdir():
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry, ignore_errors=True)
+                    elif entry.name != OWNER_FILE:
+                        entry.unlink(missing_ok=True)
                 if os.listdir(folder) == [OWNER_FILE]:  # else a daemon that is about to end has written: next time
                     shutil.rmtree(folder, ignore_errors=True)
                     removed.append(str(folder))
     return removed
 
 
-def _remove_but_owner(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name != OWNER_FILE:
-            entry.unlink(missing_ok=True)
-
-
-def _write_token(folder: str) -> str:
-    path = os.path.join(folder, TOKEN_FILE)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _write_token(folder: str) -> None:
+    descriptor = os.open(os.path.join(folder, TOKEN_FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(_TOKEN)
-    return path
 
 
 def last_words(folder: str, *, process: str) -> str:
@@ -224,7 +213,6 @@ def end_daemons(folder: str) -> list[int]:
 
 
 # ---------------------------------------------------------------- placement
-# Where Ray places an actor or a task: on one named node, or on the node of this process.
 
 
 def on_node(node: str) -> Any:

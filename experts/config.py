@@ -15,8 +15,6 @@ from pydantic import Field, PrivateAttr
 from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Share, Text
 
 # ---------------------------------------------------------------- shapes
-# Shapes of a layer's experts and of their weights, and the key that names one expert.
-
 
 Activation = Literal["gelu", "swiglu", "relu"]
 
@@ -97,8 +95,6 @@ def row_work(parameters: int) -> float:
 
 
 # ---------------------------------------------------------------- config
-# The `experts` section: the number of experts, how tokens are routed to them, and where they live.
-
 
 DEFAULT_EXPERTS = 4
 """Experts of a layer of a built-in model where `num_experts` is null."""

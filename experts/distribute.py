@@ -236,12 +236,8 @@ def hand_over(trainable: Trainable, config: ExpertsConfig, lifecycle: Lifecycle 
     names = {name: part for name, part in named if isinstance(part, MoELayer)}
     layers = list(dict.fromkeys(names.values()))
     if not layers:
-        raise InputError(
-            "experts.hosts",
-            got="a model without a MoELayer",
-            expected="auto or 0",
-            remedy="there are no experts to put on hosts",
-        )
+        got, remedy = "a model without a MoELayer", "there are no experts to put on hosts"
+        raise InputError("experts.hosts", got=got, expected="auto or 0", remedy=remedy)
     shapes = [shape_of(layer.experts, next(n for n, one in names.items() if one is layer)) for layer in layers]
     check_hand_over(trainable, names, shapes, trains=getattr(config.connection, "trains", True))
     rules = PlacementRules.of(config)
@@ -381,11 +377,12 @@ class RemoteExpertState(RemoteState):
             if weights is None:
                 continue
             shape = shapes[number]
+            build = partial(empty_experts, shape, range(shape.num_experts), dtype=dtype)
             try:
-                experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
+                experts = build(device=device)
             except torch.OutOfMemoryError:  # another process may have taken the room
                 device = torch.device("cpu")
-                experts = empty_experts(shape, range(shape.num_experts), dtype=dtype, device=device)
+                experts = build(device=device)
             for expert, own in enumerate(weights):
                 for name, view in experts.weights_of(expert).items():
                     view.copy_(own[name])

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -158,16 +159,9 @@ class GroupedExperts(nn.Module):
     """The device and format of the comparison that `grouped_is_right` is the result of."""
 
     def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        hidden: int,
-        *,
-        activation: Activation = "gelu",
-        bias: bool = False,
-        residual_scale: float = 1.0,
-        frozen: Sequence[str] = (),
-    ) -> None:
+        self, num_experts: int, width: int, hidden: int, *, activation: Activation = "gelu", bias: bool = False,
+        residual_scale: float = 1.0, frozen: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         if min(num_experts, width, hidden) < 1:
             raise ValueError(f"{num_experts} experts of {width} x {hidden}: each must be at least 1")
@@ -268,30 +262,22 @@ class UnevenExperts(nn.Module):
 
     Args:
         hidden_E: the width of each expert.
-        width, activation, bias, residual_scale: as GroupedExperts.
         frozen_E: `frozen` of each expert; empty if all weights are trained.
+        kind: activation, bias and residual_scale, as GroupedExperts.
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden_E: Sequence[int],
-        *,
-        activation: Activation = "gelu",
-        bias: bool = False,
-        residual_scale: float = 1.0,
-        frozen_E: Sequence[tuple[str, ...]] = (),
+        self, width: int, hidden_E: Sequence[int], *, frozen_E: Sequence[tuple[str, ...]] = (), **kind: Any
     ) -> None:
         super().__init__()
-        kind = {"activation": activation, "bias": bias, "residual_scale": residual_scale}
         runs = [(*alike, len(list(same))) for alike, same in groupby(_alike(hidden_E, frozen_E))]
         self.runs = nn.ModuleList(
             GroupedExperts(number, width, hidden, **kind, frozen=frozen) for hidden, frozen, number in runs
         )
         self.sizes = [number for *_, number in runs]
-        self.hidden_E = tuple(hidden_E)
-        self.width, self.bias = width, bias
-        self.activation: Activation = activation
+        self.hidden_E, self.width = tuple(hidden_E), width
+        self.bias: bool = kind.get("bias", False)
+        self.activation: Activation = kind.get("activation", "gelu")
 
     def weights_of(self, expert: int) -> dict[str, Tensor]:
         """Weights of the expert at this position, by name; detached views."""
@@ -321,16 +307,9 @@ class UnevenExperts(nn.Module):
 
 
 def build_experts(
-    width: int,
-    hidden_E: Sequence[int],
-    *,
-    activation: Activation = "gelu",
-    bias: bool = False,
-    residual_scale: float = 1.0,
-    frozen_E: Sequence[tuple[str, ...]] = (),
+    width: int, hidden_E: Sequence[int], *, frozen_E: Sequence[tuple[str, ...]] = (), **kind: Any
 ) -> GroupedExperts | UnevenExperts:
-    """Build the experts of one layer, one for each width; arguments as GroupedExperts and UnevenExperts."""
-    kind = {"activation": activation, "bias": bias, "residual_scale": residual_scale}
+    """Build the experts of one layer, one for each width; arguments as UnevenExperts."""
     kinds = set(_alike(hidden_E, frozen_E))
     if len(kinds) == 1:
         ((hidden, frozen),) = kinds
@@ -351,15 +330,9 @@ class SharedExpert(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        activation: Activation = "gelu",
-        bias: bool = False,
-        residual_scale: float = 1.0,
-        gate: bool = False,
-    ) -> None:
+        self, width: int, hidden: int, *, activation: Activation = "gelu", bias: bool = False,
+        residual_scale: float = 1.0, gate: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.activation, self.bias, self.hidden = activation, bias, hidden
         shapes = weight_shapes(width, hidden, activation=activation, bias=bias)

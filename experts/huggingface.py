@@ -42,13 +42,8 @@ QWEN = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 @dataclass(frozen=True)
 class LayoutNames:
-    """The tensor names of a layout.
-
-    Attributes:
-        block: name of the expert layer inside a decoder layer.
-        weights: our name -> their name, for each weight of an expert.
-        shared: whether the layout has a shared expert, which then has a gate.
-    """
+    """The tensor names of a layout: of the expert layer in a decoder layer, of an expert's weights by ours; and whether
+    it has a shared expert, which then has a gate."""
 
     block: str
     weights: Mapping[str, str]
@@ -219,13 +214,9 @@ def load_layers(
 
 
 def export_layers(
-    module: nn.Module,
-    layout: Layout,
-    *,
-    numbers: Sequence[int] | None = None,
-    prefix: str = LAYERS,
+    module: nn.Module, layout: Layout, *, numbers: Sequence[int] | None = None, prefix: str = LAYERS,
     fused: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return every MoELayer of `module` as `to_layout` does, under the names of a complete model.
 
     Args:

@@ -39,12 +39,9 @@ class MoEBlock(PreNorm):
     """A GPT block whose feed-forward is a MoELayer; also returns its auxiliary loss."""
 
     def forward(
-        self,
-        x_BSD: Tensor,
-        valid_BS: Tensor | None = None,
-        weight_BS: Tensor | None = None,
+        self, x_BSD: Tensor, valid_BS: Tensor | None = None, weight_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         x_BSD = self.attend(x_BSD, cache)
         y_BSD, aux = self.feed_forward(self.norm_feed_forward(x_BSD), valid_BS, weight_BS)
         return x_BSD + self.drop(y_BSD), aux
@@ -60,13 +57,9 @@ class MoEGPT(GPT):
         return all(router.capacity_factor is None for router in routers)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
+        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None, *,
         cache: KeyValueCache | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """As `GPT.forward`; in training with labels also "aux", the sum of the layers' auxiliary losses.
 
         Logits do not depend on `labels`: every token visits its experts, whether it has a label or not.
@@ -133,13 +126,9 @@ def total(terms: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def moe_layer(
-    width: int,
-    experts: ExpertsConfig,
-    *,
-    residual_scale: float = 1.0,
-    scope: Literal["sequence", "batch"] = "sequence",
-    context: int | None = None,
-) -> MoELayer:
+    width: int, experts: ExpertsConfig, *, residual_scale: float = 1.0,
+    scope: Literal["sequence", "batch"] = "sequence", context: int | None = None,
+) -> MoELayer:  # fmt: skip
     """Build one layer from the `experts` section; the shared expert has the activation of the others.
 
     Args:
@@ -163,23 +152,12 @@ def moe_layer(
         0.0
     """
     router = TopKRouter(
-        width,
-        check_experts(experts),
-        experts.top_k,
-        score=experts.score,
-        renormalize=experts.renormalize,
-        balance=experts.balance,
-        balance_scope=scope,
-        balance_weight=experts.balance_weight,
-        z_loss_weight=experts.z_loss_weight,
-        bias_rate=experts.bias_rate,
-        capacity_factor=experts.capacity_factor,
-        context=context,
-        noise=experts.noise,
-        temperature=experts.temperature,
-        living=first_experts(experts) if experts.lifecycle.enabled else None,
-        prior=experts.graph_routing > 0,
-    )
+        width, check_experts(experts), experts.top_k, score=experts.score, renormalize=experts.renormalize,
+        balance=experts.balance, balance_scope=scope, balance_weight=experts.balance_weight,
+        z_loss_weight=experts.z_loss_weight, bias_rate=experts.bias_rate, capacity_factor=experts.capacity_factor,
+        context=context, noise=experts.noise, temperature=experts.temperature,
+        living=first_experts(experts) if experts.lifecycle.enabled else None, prior=experts.graph_routing > 0,
+    )  # fmt: skip
     kind = {"activation": experts.activation, "bias": experts.bias, "residual_scale": residual_scale}
     shared = None
     if experts.shared_expert:
@@ -188,16 +166,9 @@ def moe_layer(
 
 
 def moe_gpt(
-    *,
-    layers: int,
-    heads: int,
-    width: int,
-    context: int,
-    dropout: float = 0.0,
-    vocab_size: int,
-    window: int | None = None,
-    experts: ExpertsConfig,
-) -> Trainable:
+    *, layers: int, heads: int, width: int, context: int, dropout: float = 0.0, vocab_size: int,
+    window: int | None = None, experts: ExpertsConfig,
+) -> Trainable:  # fmt: skip
     """Build a GPT with experts in every block.
 
     Args:
@@ -231,14 +202,9 @@ def moe_gpt(
 
 
 def moe_mlp(
-    *,
-    width: int = 128,
-    layers: int = 2,
-    num_features: int | None = None,
-    num_classes: int | None = None,
-    dropout: float = 0.0,
-    experts: ExpertsConfig,
-) -> Trainable:
+    *, width: int = 128, layers: int = 2, num_features: int | None = None, num_classes: int | None = None,
+    dropout: float = 0.0, experts: ExpertsConfig,
+) -> Trainable:  # fmt: skip
     """Build a residual network of expert layers on batches {"x": (B, ...), "labels": (B,)}.
 
     Rows form no sequence: the balance loss uses the shares of the last committed step, and there is no capacity.
@@ -255,14 +221,8 @@ def moe_mlp(
         >>> outputs.shape
         torch.Size([5, 3])
     """
-    features, classes = check_moe_mlp(
-        width=width,
-        layers=layers,
-        num_features=num_features,
-        num_classes=num_classes,
-        dropout=dropout,
-        experts=experts,
-    )
+    given = {"width": width, "layers": layers, "num_features": num_features, "num_classes": num_classes}
+    features, classes = check_moe_mlp(**given, dropout=dropout, experts=experts)
     stack = [moe_layer(width, experts, residual_scale=1 / math.sqrt(layers), scope="batch") for _ in range(layers)]
     module = MoEMLP(stack, features=features, width=width, classes=classes, dropout=dropout)
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
@@ -282,27 +242,16 @@ def _row_loss(module: nn.Module, batch: Batch) -> LossOutput:
 
 
 def _trainable(
-    module: nn.Module,
-    loss: Callable[..., LossOutput],
-    flops: float,
-    *,
-    experts: ExpertsConfig,
+    module: nn.Module, loss: Callable[..., LossOutput], flops: float, *, experts: ExpertsConfig,
     blocks: str | None = None,
-) -> Trainable:
+) -> Trainable:  # fmt: skip
     routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
     loads = LoadTracker(routers, trace=build_trace(routers, experts.trace_every))
     trainable = Trainable(
-        module,
-        loss,
-        blocks=blocks,
-        flops_per_sample=flops,
-        counts=loads.pending,
-        commit=loads.commit,
-        log_metrics=loads.metrics,
-        interval_log=LoadLog(loads),
-        state_parts=lambda: {"load": loads},
+        module, loss, blocks=blocks, flops_per_sample=flops, counts=loads.pending, commit=loads.commit,
+        log_metrics=loads.metrics, interval_log=LoadLog(loads), state_parts=lambda: {"load": loads},
         worst_case=partial(worst_case_routing, module),
-    )
+    )  # fmt: skip
     lifecycle = None
     if experts.lifecycle.enabled:
         layers = [part.experts for part in module.modules() if isinstance(part, MoELayer)]

@@ -81,25 +81,13 @@ class TopKRouter(nn.Module):
     pending_counts: Tensor
 
     def __init__(
-        self,
-        width: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        score: Literal["softmax", "sigmoid"] = "softmax",
-        renormalize: bool = True,
-        balance: Literal["bias", "loss", "both", "none"] = "both",
-        balance_scope: Literal["sequence", "batch"] = "sequence",
-        balance_weight: float = 0.01,
-        z_loss_weight: float = 0.001,
-        bias_rate: float = 0.001,
-        capacity_factor: float | None = None,
-        context: int | None = None,
-        noise: float = 0.0,
-        temperature: float = 1.0,
-        living: int | None = None,
+        self, width: int, num_experts: int, top_k: int, *, score: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: bool = True, balance: Literal["bias", "loss", "both", "none"] = "both",
+        balance_scope: Literal["sequence", "batch"] = "sequence", balance_weight: float = 0.01,
+        z_loss_weight: float = 0.001, bias_rate: float = 0.001, capacity_factor: float | None = None,
+        context: int | None = None, noise: float = 0.0, temperature: float = 1.0, living: int | None = None,
         prior: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k is {top_k}, expected 1 to num_experts ({num_experts})")
@@ -139,11 +127,17 @@ class TopKRouter(nn.Module):
                 positive weight are counted.
         """
         logits_BSE = self._closed(self._logits(x_BSD))
-        scores_BSE = self._scores(self._perturbed(logits_BSE))
+        noisy_BSE = logits_BSE
+        if self.noise and self.training:
+            noisy_BSE = logits_BSE + self.noise * torch.randn_like(logits_BSE)
+        scores_BSE = self._scores(noisy_BSE / self.temperature if self.temperature != 1.0 else noisy_BSE)
         wanted_BSE = scores_BSE if self.prior_EE is None else scores_BSE + scores_BSE @ self.prior_EE.to(scores_BSE)
         indices_BSK = self._closed(wanted_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
         if self.forced is not None:
-            indices_BSK = self._forced(indices_BSK, self.forced)
+            S, K = indices_BSK.shape[1:]
+            places = torch.arange(S * K if self.capacity_factor is not None else K, device=indices_BSK.device)
+            chosen = torch.tensor(self.forced, device=indices_BSK.device)[places % len(self.forced)]
+            indices_BSK = chosen.view(-1, K).expand_as(indices_BSK).contiguous()
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
         if self.renormalize:
             weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
@@ -160,13 +154,8 @@ class TopKRouter(nn.Module):
             counts_BE = self._count(indices_BSK, kept_BSK)
         if self.traced and self.seen is None and self.training and not inside_backward():
             self.seen = (indices_BSK, weights_BSK.detach(), valid_BS)
-        return Routing(
-            indices_TK=indices_BSK.flatten(0, 1),
-            weights_TK=weights_BSK.flatten(0, 1),
-            counts_E=counts_BE.sum(0),
-            kept_TK=None if kept_BSK is None else kept_BSK.flatten(0, 1),
-            aux=aux,
-        )
+        kept_TK = None if kept_BSK is None else kept_BSK.flatten(0, 1)
+        return Routing(indices_BSK.flatten(0, 1), weights_BSK.flatten(0, 1), counts_BE.sum(0), kept_TK, aux)
 
     @torch.no_grad()
     def commit(self, counts: Tensor | None, *, skipped: Tensor | bool) -> None:
@@ -208,17 +197,6 @@ class TopKRouter(nn.Module):
         dtype = torch.float64 if torch.float64 in (x_BSD.dtype, self.weight.dtype) else torch.float32
         with torch.autocast(x_BSD.device.type, enabled=False):
             return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
-
-    def _forced(self, indices_BSK: Tensor, experts: list[int]) -> Tensor:
-        S, K = indices_BSK.shape[1:]
-        places = torch.arange(S * K if self.capacity_factor is not None else K, device=indices_BSK.device)
-        chosen = torch.tensor(experts, device=indices_BSK.device)[places % len(experts)]
-        return chosen.view(-1, K).expand_as(indices_BSK).contiguous()
-
-    def _perturbed(self, logits: Tensor) -> Tensor:
-        if self.noise and self.training:
-            logits = logits + self.noise * torch.randn_like(logits)
-        return logits / self.temperature if self.temperature != 1.0 else logits
 
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()

@@ -361,7 +361,6 @@ def expert_facts(
 
 
 # ---------------------------------------------------------------- bytes
-# Bytes of experts, for the plan and the record: what each holder starts with, and what each expert costs.
 
 
 def shared_out(

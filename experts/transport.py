@@ -94,11 +94,6 @@ class Header:
     dtype: int = 0
     width: int = 0
 
-    @property
-    def payload_dtype(self) -> torch.dtype:
-        """The dtype that `dtype` stands for."""
-        return DTYPES[self.dtype]
-
     @staticmethod
     def op_of(row: list[int]) -> int:
         """The operation of an encoded header."""
@@ -188,7 +183,8 @@ def nccl(
     limit_s: float, partners: Sequence[int] = (), collectives: bool = False,
     lost: Callable[[], str | None] = lambda: None,
 ) -> Any:  # fmt: skip
-    """Create an NCCL group under `name` in the store; blocks until all members are connected.
+    """Create an NCCL group under `name` in the store; blocks until all members are connected. Raises RuntimeError, as
+    all errors of torch's groups: not connected in time, or the generation is over.
 
     Args:
         device: of the rows; a GPU without an index is the current one of the calling thread.
@@ -197,9 +193,6 @@ def nccl(
         partners: the members that this one exchanges rows with; each of them names this one too.
         collectives: the group will sum and broadcast tensors.
         lost: polled while waiting: why the generation is over, None while it lives.
-
-    Raises:
-        RuntimeError: as all errors of torch's groups: not connected in time, or the generation is over.
     """
     device = with_index(device)  # here: a new thread has a current device of its own, the first
     os.environ.setdefault(NONBLOCKING_TIMEOUT, NONBLOCKING_S)
@@ -276,14 +269,8 @@ def _connect_algorithms(group: Any, device: torch.device) -> None:
 
 
 def within(work: Callable[[], Any], *, limit_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
-    """Run `work` in a thread for at most `limit_s`; afterwards it goes on, and nobody waits for it.
-
-    Args:
-        stop: polled while waiting; true ends the wait.
-
-    Returns:
-        why `work` did not succeed, None if it did.
-    """
+    """Run `work` in a thread for at most `limit_s`, and while `stop` is false; afterwards nobody waits for it. Returns
+    why it did not succeed, None if it did."""
     ended: list[str | None] = []
 
     def run() -> None:
@@ -307,13 +294,10 @@ def within(work: Callable[[], Any], *, limit_s: float, stop: Callable[[], bool] 
 def exchange_pairs(
     group: Any, incoming: Sequence[Tensor], outgoing: Sequence[Tensor], *, others: Iterable[int]
 ) -> list[Any]:
-    """Send and receive everything that is not empty, as one call on the device.
+    """Send and receive everything that is not empty, as one call on the device, which is returned if there is any.
 
     Args:
         incoming, outgoing: one piece for each member. others: the members, without this one.
-
-    Returns:
-        the pending call; nothing if all pieces are empty.
     """
     receives = [rank for rank in others if incoming[rank].numel()]
     sends = [rank for rank in others if outgoing[rank].numel()]
@@ -334,17 +318,17 @@ def exchange_pairs(
 
 def abort_nccl(groups: Sequence[Any]) -> None:
     """Abort communicators side by side, and wait for at most `ABORT_S`: one may wait for a kernel of another."""
-    threads = [threading.Thread(target=_abort, args=(group,), daemon=True, name="nccl-abort") for group in groups]
+
+    def abort(group: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # torch's own limit; the communicator is lost in any case
+            group.abort()
+
+    threads = [threading.Thread(target=abort, args=(group,), daemon=True, name="nccl-abort") for group in groups]
     for thread in threads:
         thread.start()
     ends = time.monotonic() + ABORT_S
     for thread in threads:
         thread.join(max(0.0, ends - time.monotonic()))
-
-
-def _abort(group: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # torch's own limit; the communicator is lost in any case
-        group.abort()
 
 
 # ---------------------------------------------------------------- process group
@@ -376,21 +360,10 @@ class JointGroup:
     """
 
     def __init__(
-        self,
-        store: Any,
-        *,
-        name: str,
-        rank: int,
-        size: int,
-        workers: int,
-        holders: list[int],
-        device: torch.device,
-        through_host: bool = False,
-        interface: str | None = None,
-        timeout_s: float = 1800.0,
-        watched: bool = False,
+        self, store: Any, *, name: str, rank: int, size: int, workers: int, holders: list[int], device: torch.device,
+        through_host: bool = False, interface: str | None = None, timeout_s: float = 1800.0, watched: bool = False,
         lost: Callable[[], str | None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.workers, self.holders = rank, size, workers, holders
         self.device, self.through_host = with_index(device), through_host
         self.seconds = 0.0
@@ -581,14 +554,9 @@ def abort_groups(groups: Sequence[Any]) -> None:
     """
     kind: type = dist.ProcessGroupGloo
     for group in groups:
-        if isinstance(group, kind):
-            _abort_gloo(group)
+        if isinstance(group, kind) and group.size() > 1:
+            # gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out,
+            # though, ends all of this member's calls in the group and closes its connections
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))
     abort_nccl([group for group in groups if not isinstance(group, kind)])
-
-
-def _abort_gloo(group: Any) -> None:
-    """gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out, though, ends
-    all of this member's calls in the group and closes its connections."""
-    if group.size() > 1:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))

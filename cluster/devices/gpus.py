@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 # ---------------------------------------------------------------- nvidia
-# NVIDIA devices through NVML, as CUDA shows them to a process with the same environment.
-
 
 MIG = "MIG-"
 """What the UUID of a MIG device begins with: a part of a GPU that CUDA shows as a device."""
@@ -61,15 +59,11 @@ class _Gpu:
 
 
 def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> FoundDevices:
-    """The devices that CUDA shows, in its order.
+    """The devices that CUDA shows, in its order, by `CUDA_VISIBLE_DEVICES` of this environment (indices, UUIDs or UUID
+    prefixes of GPUs and MIG devices; empty hides all).
 
     A GPU that cannot be read does not hide the others. Of GPUs that are divided by MIG, CUDA shows a process one MIG
     device, the first of those that are visible, and no other device.
-
-    Args:
-        environ: the environment with `CUDA_VISIBLE_DEVICES`: indices, UUIDs or UUID prefixes of GPUs and MIG devices;
-            empty hides all.
-        nvml: the pynvml module or a substitute; imported if None.
     """
     gpus, found = _all_gpus(nvml)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
@@ -143,12 +137,8 @@ def select_visible(text: str, uuids: list[str], *, gpus: int | None = None) -> t
 def narrow_visible(
     environ: Mapping[str, str], devices: Sequence[Device], *, variables: Sequence[str] = ("CUDA_VISIBLE_DEVICES",)
 ) -> str:
-    """The value of these variables that leaves only these of the currently visible devices, in this order.
-
-    Args:
-        environ: the environment that the devices were found in.
-        variables: the first that is set counts: on ROCm `cluster.devices.gpus.VISIBLE`.
-    """
+    """The value of these variables that leaves only these of the devices that were found in this environment, in this
+    order. Of the variables the first that is set counts: on ROCm `VISIBLE`."""
     text = next((environ[name] for name in variables if name in environ), None)
     names = [] if text is None else [part.strip() for part in text.split(",")]
 
@@ -162,11 +152,7 @@ def narrow_visible(
 
 @contextlib.contextmanager
 def _asking(nvml: Any) -> Iterator[Any]:
-    """Context manager with NVML, initialised; None without a driver.
-
-    Args:
-        nvml: the pynvml module or a substitute; imported if None.
-    """
+    """Context manager with NVML, initialised; None without a driver. `nvml` is a substitute for the pynvml module."""
     nvml = _import_nvml() if nvml is None else nvml
     if nvml is not None:
         try:
@@ -249,16 +235,8 @@ def _device(nvml: Any, handle: Any, index: int, capability: tuple[int, int] | No
         unified = isinstance(error, _errors(nvml, "NotSupported"))  # a GPU without memory of its own, such as GB10
     name, uuid = (_or_none(nvml, lambda of=of: _text(getattr(nvml, of)(handle)))
                   for of in ("nvmlDeviceGetName", "nvmlDeviceGetUUID"))  # fmt: skip
-    return Device(
-        kind="cuda",
-        name=name or "NVIDIA GPU",
-        memory_bytes=0 if memory is None else int(memory.total),
-        capability=capability,
-        uuid=uuid,
-        index=index,
-        free_bytes=None if memory is None else int(memory.free),
-        unified=unified,
-    )
+    total, free = (0, None) if memory is None else (int(memory.total), int(memory.free))
+    return Device("cuda", name or "NVIDIA GPU", total, capability, uuid, index, free_bytes=free, unified=unified)
 
 
 def _or_none(nvml: Any, read: Callable[[], Any]) -> Any:
@@ -289,8 +267,6 @@ def _import_nvml() -> Any:
 
 
 # ---------------------------------------------------------------- amd
-# AMD devices, as listed by the kernel driver under /sys, without vendor tools.
-
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -300,11 +276,7 @@ VIDEO_MEMORY = (1, 2)
 
 
 def amd_devices(environ: Mapping[str, str], *, root: Path) -> FoundDevices:
-    """The devices that HIP shows to a process with this environment; none without the driver.
-
-    Args:
-        root: the directory to use as ``/``.
-    """
+    """The devices that HIP shows to a process with this environment; none without the driver."""
     found: list[Device] = []
     for folder in sorted((root / NODES).glob("*"), key=lambda path: (len(path.name), path.name)):
         facts = _facts(folder / "properties")

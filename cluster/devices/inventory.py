@@ -58,11 +58,7 @@ class TorchBuild:
 
 
 def installed_torch(file: Path | None = None) -> TorchBuild:
-    """The build of the installed torch; `TorchBuild()` if it is not installed or does not say.
-
-    Args:
-        file: torch's `version.py`, by default that of the installed torch.
-    """
+    """The build of the installed torch, by its `version.py`; `TorchBuild()` if it is not installed or does not say."""
     if file is None:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -151,13 +147,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machines that a job may use.
-
-    Attributes:
-        source: where the information is from.
-        notes: remarks for users.
-        unusable: accelerators that exist and cannot be used although nothing asked for that, each with the reason.
-    """
+    """The machines that a job may use, and the `source` of that information. `notes` are remarks for users; `unusable`
+    are accelerators that exist and cannot be used although nothing asked for that, each with the reason."""
 
     nodes: tuple[Node, ...]
     source: str
@@ -218,10 +209,7 @@ def local_inventory(
     missing. GPUs that the installed torch cannot use are no devices either.
 
     Args:
-        environ: the environment to read, by default that of this process.
-        root: the directory to use as ``/``.
-        nvml: the pynvml module or a substitute; by default it is imported if installed.
-        torch: what torch is built for; by default the installed one.
+        environ, root, nvml, torch: substitutes for the environment, ``/``, pynvml and the build of the installed torch.
     """
     settings = os.environ if environ is None else environ
     found = visible_devices(settings, nvml=nvml)
@@ -286,18 +274,13 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
         else:
             devices = _remote_devices(resources, row.get("Labels", {}), count=slots)
         kinds = _accelerators(resources)
+        labels = {str(key): str(value) for key, value in row.get("Labels", {}).items()}
         nodes.append(
             Node(
-                host=host,
-                cpus=int(resources.get("CPU", 0)),
-                memory_bytes=int(resources.get("memory", 0)),
-                devices=devices,
-                labels={str(key): str(value) for key, value in row.get("Labels", {}).items()},
-                gpu_slots=slots,
-                accelerator=kinds[0] if kinds else "",
-                more_accelerators=kinds[1:],
+                host, int(resources.get("CPU", 0)), int(resources.get("memory", 0)), devices, labels, gpu_slots=slots,
+                accelerator=kinds[0] if kinds else "", more_accelerators=kinds[1:],
             )
-        )
+        )  # fmt: skip
     return Inventory(tuple(nodes), source, local.cpu_model, local.cpu_flags, tuple(notes), tuple(unusable))
 
 
@@ -324,11 +307,6 @@ def device_facts(inventory: Inventory, *, torch: TorchBuild | None = None, nvml:
     Each row has the keys kind (cuda, rocm or cpu), index, name, uuid, memory_total_bytes, memory_free_bytes,
     capability, features, driver and runtime; what does not apply is None or empty. `features` are the number
     formats with fast matrix products.
-
-    Args:
-        inventory: of this machine.
-        torch: what torch is built for; by default the installed one.
-        nvml: the pynvml module or a substitute; by default it is imported if installed.
     """
     build = torch or installed_torch()
     node = inventory.nodes[0]

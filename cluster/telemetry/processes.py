@@ -22,7 +22,6 @@ from pathlib import Path
 from cluster.devices.limits import ROOT
 
 # ---------------------------------------------------------------- process
-# Memory of this process, read from /proc, and its limit.
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,6 @@ def reset_peak(*, root: Path = ROOT) -> bool:
 
 
 # ---------------------------------------------------------------- processes
-# The processes of a run, or all of Ray's, on this machine: their memory and CPU time, read from /proc.
-
 
 #: The variable in which Ray tells a worker process the job that it belongs to.
 JOB_VARIABLE = b"RAY_JOB_ID="
@@ -144,14 +141,12 @@ class RunProcesses:
         return found
 
     def _roots(self) -> list[int]:
-        """The processes whose children belong to the run as well."""
-        return [self._pid, *(pid for pid in self._children(self._parent(self._pid)) if self._is_of_run(pid))]
-
-    def _is_of_run(self, pid: int) -> bool:
-        """Whether a child of the raylet belongs to the job; read once for each process, as Ray does not change it."""
-        if pid not in self._of_run:
-            self._of_run[pid] = self._job is not None and self._job_of(pid) == self._job
-        return self._of_run[pid]
+        """This process, and the children of the raylet that belong to the job; each is read once: that stays."""
+        children = self._children(int(self._stat(self._pid)[1]))
+        for pid in children:
+            if pid not in self._of_run:
+                self._of_run[pid] = self._job is not None and self._job_of(pid) == self._job
+        return [self._pid, *(pid for pid in children if self._of_run[pid])]
 
     def _job_of(self, pid: int) -> bytes | None:
         try:
@@ -172,9 +167,6 @@ class RunProcesses:
             except OSError:
                 continue
         return found
-
-    def _parent(self, pid: int) -> int:
-        return int(self._stat(pid)[1])
 
     def _stat(self, pid: int) -> list[str]:
         """The fields of /proc/PID/stat from the third, the state, on."""
@@ -220,17 +212,12 @@ class RayWorkers(RunProcesses):
 # What a process has finished inside a long activity, such as batches of an evaluation: by it the driver distinguishes a
 # long one from a stuck one.
 
-
 #: What rank 0 does besides steps, as its progress names it.
 EVALUATING, SAVING, SLEEPING = "evaluating", "saving a checkpoint", "replaying"
 
 
 class WorkCount:
-    """Counts finished pieces of work; from several threads.
-
-    Attributes:
-        done: only whether it changes has a meaning: two threads may count one piece at once.
-    """
+    """Counts finished pieces of work, from several threads: only whether `done` changes has a meaning."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -241,13 +228,11 @@ class WorkCount:
         self.done += 1
 
 
-#: Of this process; a worker's signs of life carry it to the driver.
+#: Of this process; a worker's heartbeats carry it to the driver.
 WORK = WorkCount()
 
 
 # ---------------------------------------------------------------- stacks
-# Where the threads of a process are: of this one from inside, of another one on this machine through py-spy.
-
 
 OUTSIDE_S = 10.0
 """Most seconds that py-spy may take."""

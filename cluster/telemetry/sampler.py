@@ -26,8 +26,7 @@ class NodeSampler:
     Nothing here allocates on a device, creates a context there, or imports torch.
 
     Args:
-        node: name of the node.
-        environ: the environment that says which GPUs are visible.
+        environ: says which GPUs are visible.
         every_job: count the processes of all jobs of Ray, not only of this one.
         root, nvml: substitutes for ``/`` and the pynvml module, for tests.
     """
@@ -61,18 +60,13 @@ class NodeSampler:
 
 
 def node_name(address: str) -> str:
-    """The name of this node in file names and tags: the host name, with the address where another node may see it.
-
-    Args:
-        address: of the node in its cluster.
-    """
+    """The name of this node in file names and tags: the host name, with its address in the cluster where another node
+    may see it."""
     host = socket.gethostname()
     return host if address == "127.0.0.1" else f"{host}-{address}".replace(":", ".")
 
 
 # ---------------------------------------------------------------- gauges
-# The rows of telemetry as metrics of Ray: gauges on the Prometheus endpoint of every node.
-
 
 GAUGES = {
     "utilisation": ("raytrain_utilisation_percent", "time in which the device worked"),
@@ -117,6 +111,5 @@ class RayGauges:
             if device["throttle"] is not None:
                 self._throttled.set(float(bool(device["throttle"])), tags)
         for process in row["processes"]:
-            self._process.set(
-                float(process["rss"]), {**node, "process": process["name"][:40], "pid": str(process["pid"])}
-            )
+            tags = {**node, "process": process["name"][:40], "pid": str(process["pid"])}
+            self._process.set(float(process["rss"]), tags)

@@ -15,8 +15,6 @@ from typing import Any
 from cluster.wording import counted, size
 
 # ---------------------------------------------------------------- trend
-# Whether memory grows without end: a trend test over samples of one process or device.
-
 
 #: Samples before the first verdict. A third of them is left out as warm-up, and 10 are what the test needs.
 FIRST_VERDICT = 16
@@ -50,31 +48,23 @@ class TrendTest:
     """Collects (time, bytes) of one process or device, and says once that it grows."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[float, float]] = []
+        self.points: list[tuple[float, float]] = []
         self._seen = 0
         self._next = FIRST_VERDICT
         self._stride = 1
 
     def add(self, time: float, used: float, *, ready: bool = True) -> Growth | None:
-        """Add a sample; returns the growth if a verdict is due and the memory grows.
-
-        Args:
-            ready: a verdict may be given now; otherwise it is given later.
-        """
+        """Add a sample; returns the growth if a verdict is due (later, where `ready` is false) and the memory grows."""
         if self._seen % self._stride == 0:
-            self._points.append((time, used))
+            self.points.append((time, used))
         self._seen += 1
         if self._seen < self._next or not ready:
             return None
         self._next = math.ceil(self._seen * NEXT_VERDICT)
-        found = growth(self._points)
-        if len(self._points) > KEPT:
-            self._points, self._stride = self._points[::2], 2 * self._stride
+        found = growth(self.points)
+        if len(self.points) > KEPT:
+            self.points, self._stride = self.points[::2], 2 * self._stride
         return found
-
-    def growth(self) -> Growth | None:
-        """The growth of the samples so far, whether or not a verdict is due."""
-        return growth(self._points)
 
 
 def growth(points: Sequence[tuple[float, float]]) -> Growth | None:
@@ -119,8 +109,6 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 # ---------------------------------------------------------------- warnings
-# Warnings about memory from the rows of one node: nearly full, or growing without end.
-
 
 #: A device is nearly full above this fraction of its memory: the default of `cluster.memory_fraction`, up to which a
 #: run plans. What lies above is for the driver, the kernel and other processes.
@@ -134,13 +122,8 @@ WORKER = "RayTrainWorker"
 
 @dataclass(frozen=True)
 class MemoryWarning:
-    """A warning; `key` is the same for every warning of one cause, of which a run shows the first only.
-
-    Attributes:
-        what: "high_memory" or "memory_growth".
-        text: one sentence with the figures and what to change.
-        figures: the numbers of `text`.
-    """
+    """A warning of the kind `what` ("high_memory" or "memory_growth"), and the `figures` in its text. `key` is the same
+    for every warning of one cause, of which a run shows the first only."""
 
     key: str
     what: str
@@ -238,7 +221,7 @@ class MemoryWatch:
     def _other_rates(self, node: str, who: Any) -> list[float]:
         """Bytes per second of the other processes of a node whose memory grows: they fill the same memory."""
         tests = (test for (of, other), test in self._trends.items() if of == node and other != who)
-        return [found.bytes_per_s for test in tests if (found := test.growth()) is not None]
+        return [found.bytes_per_s for test in tests if (found := growth(test.points)) is not None]
 
 
 def _duration(seconds: float) -> str:

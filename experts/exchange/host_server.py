@@ -22,7 +22,7 @@ from experts.member.commit import StepCommit, VoteLayout, sum_shortages
 from experts.member.moves import from_first, gather_layer, take_layer
 from experts.member.shard import ExpertShard, rows_by_rank
 from experts.placement.values import Placement
-from experts.transport import HEADER_SIZE, ROW_OPERATIONS, Channel, Exchange, Header, JointGroup, Op
+from experts.transport import DTYPES, HEADER_SIZE, ROW_OPERATIONS, Channel, Exchange, Header, JointGroup, Op
 from raytrain.config.sections import OptimConfig
 from raytrain.train.device import ProcessSettings
 from raytrain.train.memory.device import Shortage, run_or_shortage
@@ -91,14 +91,9 @@ class HostServer:
     """One host in one generation.
 
     Args:
-        group: its end of the joint group.
         host: its index, 0 to H - 1; its rank is W + host.
         generation: every header must carry it.
         placement: in force at the start.
-        device: of its experts.
-
-    Attributes:
-        steps: the last step voted on.
     """
 
     def __init__(
@@ -210,7 +205,7 @@ class HostServer:
         receive = rows_by_rank(sources, self.group.size)
 
         def allocate() -> Tensor:
-            return torch.empty((sum(receive), header.width), dtype=header.payload_dtype, device=self.device)
+            return torch.empty((sum(receive), header.width), dtype=DTYPES[header.dtype], device=self.device)
 
         rows = run_or_shortage(allocate, device=self.device, who=f"expert host {self.host}")
         if isinstance(rows, Shortage):  # the step is dropped: releasing what backward needs makes room

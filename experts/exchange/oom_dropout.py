@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 
 from experts.member.shard import ExpertShard, rows_by_rank
-from experts.transport import HEADER_SIZE, Channel, Exchange, Header, JointGroup, Op, read_headers
+from experts.transport import DTYPES, HEADER_SIZE, Channel, Exchange, Header, JointGroup, Op, read_headers
 
 if TYPE_CHECKING:
     from experts.exchange.dispatch import ExpertCall
 
 
 class ActiveWorkers:
-    """Receives headers on a member that holds experts, and tracks the workers that have dropped out of the step.
-
-    Args:
-        workers: number of workers.
-
-    Attributes:
-        dropped: ranks of the workers that have dropped out.
-        layers: names of the layers in the model, for messages.
-    """
+    """Receives headers on a member that holds experts, and tracks the workers that have `dropped` out of the step.
+    `layers` are names, for messages."""
 
     def __init__(self, workers: int) -> None:
         self.workers, self.layers = workers, list[str]()
@@ -80,7 +73,6 @@ class OomDropout:
         receive: receives headers without sending one.
 
     Attributes:
-        active_workers: see `ActiveWorkers`.
         header: the last one received, on a worker that holds experts.
         unfinished: exchanges that others wait for, in the order in which they were started.
     """
@@ -125,7 +117,7 @@ class OomDropout:
         group, replies = self._group, list[Exchange]()
         while self.header is not None and self.header.op is not Op.PASSES_DONE:
             rows = rows_by_rank(shard.sources(self.header.layer, counts), group.size)
-            empty = torch.empty((0, self.header.width), dtype=self.header.payload_dtype, device=shard.device)
+            empty = torch.empty((0, self.header.width), dtype=DTYPES[self.header.dtype], device=shard.device)
             none = [0] * group.size
             received = group.exchange(empty, none, rows, channel=Channel.TO_HOLDERS).wait()
             replies.append(group.exchange(received, rows, none, channel=Channel.TO_WORKERS))

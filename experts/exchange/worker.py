@@ -77,11 +77,8 @@ class ExpertClient:
     """See the module.
 
     Args:
-        group: this worker's end of the joint group.
-        shapes: of the layers of the model.
         first: initial weights of each layer and expert; on rank 0 and where experts are colocated, else empty.
         rebalancer: decides on rank 0 where experts live; None keeps the placement.
-        lifecycle: of experts that come and go.
 
     Attributes:
         placement: in force. routes: of each layer, for that placement.

@@ -43,9 +43,7 @@ class ExpertDirectory:
     """Starts hosts and forms generations; one per run, owned by the driver.
 
     Args:
-        hosts: number of hosts.
-        threads: of each host.
-        gpus: of each host, 0 or 1.
+        hosts: number of hosts. threads, gpus: of each host.
         loopback: the cluster is this machine alone.
         interface: of gloo and NCCL, or None.
         group: placement group with one bundle for each host from `first_bundle` on, or None.
@@ -98,11 +96,7 @@ class ExpertDirectory:
                 self._watch_host(index)
 
     def ready_hosts(self) -> list[dict[str, Any]]:
-        """Wait for all hosts to be ready for the first time; returns the description of each.
-
-        Raises:
-            RunError: one is not ready in time.
-        """
+        """Wait for all hosts to be ready for the first time; returns the description of each. Raises RunError."""
         with self._lock:
             self._await_hosts(START_S, all_of_them=True)
             return [place.about for place in self._places if place.about is not None]
@@ -310,11 +304,8 @@ class ExpertDirectory:
         self._joined[generation] = spec
 
     def _measured_speeds(self, members: list[int], shapes: list[LayerShape]) -> list[float]:
-        """The speed of each member; hosts of a kind that is not known yet are measured, one after the other.
-
-        Raises:
-            StateLost: a host died meanwhile.
-        """
+        """The speed of each member; hosts of a kind that is not known yet are measured, one after the other. Raises
+        StateLost if one died meanwhile."""
         places = [self._places[index] for index in members]
         first = {place.kind: place for place in reversed(places)}
 

@@ -49,7 +49,7 @@ class GenerationSpec:
     """A generation, as the directory describes it to each member.
 
     Attributes:
-        number: of the generation. workers, hosts: number of members of each kind.
+        workers, hosts: number of members of each kind.
         address: host and port of the store.
         interface: of gloo and NCCL; None takes the one by which Ray reaches each member.
         device: "cpu" or "cuda", of the hosts.
@@ -153,11 +153,7 @@ def open_store(address: str) -> tuple[Any, tuple[str, int]]:
 
 
 def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:
-    """Open a client of the store.
-
-    Raises:
-        RunError: the store cannot be reached.
-    """
+    """Open a client of the store. Raises RunError."""
     host, port = address
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit))  # pyright: ignore
@@ -213,8 +209,7 @@ def join_as_worker(
     Returns:
         (the joint group, a group of the workers only if there are several, why the generation is over).
 
-    Raises:
-        StateLost, RunError: as `open_group`.
+    Raises as `open_group`.
     """
     watch = GenerationWatch(wait)
     group = open_group(spec, rank=rank, lost=watch.reason)

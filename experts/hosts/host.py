@@ -34,12 +34,7 @@ LEAVE_S = 60.0
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What the process of a host keeps to from its start, as the workers do.
-
-    Attributes:
-        memory_fraction, memory_limit: of the `cluster` section.
-        deterministic: `loop.deterministic`, which cuBLAS has to know before its first product.
-    """
+    """What the process of a host keeps to from its start, as the workers do: keys of `cluster` and `loop`."""
 
     memory_fraction: float = 1.0
     memory_limit: int | None = None
@@ -79,9 +74,8 @@ class ExpertHost:
     """Owns experts in a process of its own; created by the `ExpertDirectory`, and ends with it.
 
     Args:
-        threads: CPU threads of the data thread.
-        device: "cpu" or "cuda".
-        directory: handle of the directory, notified when a generation fails here.
+        threads: CPU threads of the data thread. device: "cpu" or "cuda".
+        directory: notified when a generation fails here.
         telemetry: samples this node where no worker does.
     """
 

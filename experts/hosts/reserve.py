@@ -52,13 +52,7 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class Request:
-    """What a run reserves.
-
-    Attributes:
-        hosts, workers: the resources of each host and of each worker.
-        strategy: Ray's placement strategy of the workers; hosts are spread over the nodes.
-        name: of the run, for the messages of other runs.
-    """
+    """What a run reserves: the resources of each host, spread over the nodes, and of each worker, by `strategy`."""
 
     hosts: list[Bundle]
     workers: list[Bundle]
@@ -315,16 +309,7 @@ def _bundle(kind: str | None, *, gpu: float, threads: int) -> Bundle:
 
 @dataclass(frozen=True)
 class HostsOfReplica:
-    """What the hosts of every inference worker are started with.
-
-    Attributes:
-        hosts: of each worker.
-        threads: of each host.
-        gpus: of each host, 0 or 1.
-        loopback, interface, dtype, limits: as for `ExpertDirectory`.
-        retry: the limits of waiting for hosts.
-        folder: of the job.
-    """
+    """What the `hosts` of every inference worker are started with, see `ExpertDirectory`; `folder` is the job's."""
 
     hosts: int
     threads: int

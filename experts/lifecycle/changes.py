@@ -25,7 +25,6 @@ NOISE = 0.1
 
 
 # ---------------------------------------------------------------- states
-# Pure functions of states.
 
 
 def newborn(parent: State, generator: torch.Generator) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ An edge that no cycle renews fades and goes. Concepts are clusters of replayed r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,8 @@ class ExpertGraph:
             self.experts.add_node(node, **statistics)
 
     def renew(self, links: Iterable[Link]) -> None:
-        """Set the weight of each link's edge; weights below `LEAST_WEIGHT` make none and remove none.
-
-        Raises:
-            ValueError: an expert that is not in the graph, or one linked to itself.
-        """
+        """Set the weight of each link's edge; weights below `LEAST_WEIGHT` make none and remove none. Raises ValueError
+        for an expert that is not in the graph, or one linked to itself."""
         for link in links:
             one, other = (link.layer, link.one), (link.layer, link.other)
             if one == other or one not in self.experts or other not in self.experts:
@@ -141,20 +139,24 @@ class ExpertGraph:
             centres: of each cluster. rows: its share of the rows. experts: id -> share of the cluster's rows.
         """
         self.concepts.remove_nodes_from([node for node in self.concepts if node[0] == layer])
-        known: dict[int, tuple[list[float], float, dict[int, float]]] = {}
-        for number, (centre, share, own) in enumerate(zip(centres, rows, experts, strict=True)):
-            known[number] = (list(centre), share, dict(own))
-        top = list(known)
-        for number, (centre, share, own) in known.items():
-            self.concepts.add_node((layer, number), layer=layer, rows=share, centre=centre, experts=own)
+        known: list[_Concept] = []
+
+        def add(concept: _Concept) -> tuple[int, int]:
+            known.append(concept)
+            centre, share, own = concept
+            node = layer, len(known) - 1
+            self.concepts.add_node(node, layer=layer, rows=share, centre=centre, experts=own)
+            return node
+
+        for centre, share, own in zip(centres, rows, experts, strict=True):
+            add((list(centre), share, dict(own)))
+        top = list(range(len(known)))
         while len(top) > 1:
-            pairs = [(one, other) for place, one in enumerate(top) for other in top[place + 1 :]]
+            pairs = itertools.combinations(top, 2)
             one, other = min(pairs, key=lambda pair: math.dist(known[pair[0]][0], known[pair[1]][0]))
-            merged, number = _wider(known[one], known[other]), len(known)
-            known[number] = merged
-            self.concepts.add_node((layer, number), layer=layer, rows=merged[1], centre=merged[0], experts=merged[2])
-            self.concepts.add_edges_from([((layer, number), (layer, one)), ((layer, number), (layer, other))])
-            top = [left for left in top if left not in (one, other)] + [number]
+            wider = add(_wider(known[one], known[other]))
+            self.concepts.add_edges_from([(wider, (layer, one)), (wider, (layer, other))])
+            top = [left for left in top if left not in (one, other)] + [wider[1]]
 
     def concept_of(self, node: Node) -> Node | None:
         """The narrowest concept most of whose rows are this expert's, or None."""
@@ -222,9 +224,11 @@ class ExpertGraph:
         return graph
 
 
-def _wider(
-    one: tuple[list[float], float, dict[int, float]], other: tuple[list[float], float, dict[int, float]]
-) -> tuple[list[float], float, dict[int, float]]:
+_Concept = tuple[list[float], float, dict[int, float]]
+"""Centre, share of the rows, and id -> share of the concept's rows."""
+
+
+def _wider(one: _Concept, other: _Concept) -> _Concept:
     """Two concepts as one: their means, weighted by their rows."""
     total = (one[1] + other[1]) or 1.0
     a, b = one[1] / total, other[1] / total

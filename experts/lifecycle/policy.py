@@ -46,7 +46,6 @@ def decide(
     """Decide on the changes of each layer: prunes, then at most one birth.
 
     Args:
-        statistics: of each layer.
         table: with the uses of that interval (`ExpertTable.count_uses`).
         step: the last one of the interval; the changes are done at the end of the next one.
         least: fewest living experts of a layer.

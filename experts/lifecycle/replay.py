@@ -61,11 +61,8 @@ class Reservoir:
         return [name for name in self._columns if name not in (UNCERTAINTY, STEP)]
 
     def add(self, rows: Mapping[str, Tensor], *, uncertainty: Tensor, step: int) -> None:
-        """Offer B rows; the time does not depend on how many are kept.
-
-        Args:
-            rows: tensors (B, ...) by name, on any device; the same names, shapes and dtypes each time.
-            uncertainty: (B,), from 0 to 1.
+        """Offer B rows, tensors (B, ...) by name, with their uncertainty (B,) from 0 to 1; the time does not depend on
+        how many are kept.
 
         Raises:
             InputError: rows of another shape than the first, or a row that takes more than `limit`.
@@ -75,7 +72,15 @@ class Reservoir:
         given[STEP] = torch.full((len(uncertainty),), step, dtype=torch.int64)
         if not self._columns:
             self._allocate(given)
-        self._check(given)
+        kept = {name: (tuple(column.shape[1:]), column.dtype) for name, column in self._columns.items()}
+        new = {name: (tuple(value.shape[1:]), value.dtype) for name, value in given.items()}
+        if kept != new:
+            name = min(name for name in kept.keys() | new.keys() if kept.get(name) != new.get(name))
+            raise InputError(
+                "experts.lifecycle.replay.bytes",
+                got=f"rows whose {name} is now {new.get(name)} and was {kept.get(name)}", expected="rows of one shape",
+                remedy="pad them to one length in data.source, or leave the key out: nothing is replayed then",
+            )  # fmt: skip
         places = self._places(len(uncertainty))
         chosen = [(row, place) for row, place in enumerate(places) if place >= 0]
         if not chosen:
@@ -141,18 +146,6 @@ class Reservoir:
         shapes = {name: (self.capacity, *value.shape[1:]) for name, value in given.items()}
         self._columns = {name: torch.empty(shape, dtype=given[name].dtype) for name, shape in shapes.items()}
 
-    def _check(self, given: Mapping[str, Tensor]) -> None:
-        kept = {name: (tuple(column.shape[1:]), column.dtype) for name, column in self._columns.items()}
-        new = {name: (tuple(value.shape[1:]), value.dtype) for name, value in given.items()}
-        if kept != new:
-            names = sorted(name for name in kept.keys() | new.keys() if kept.get(name) != new.get(name))
-            raise InputError(
-                "experts.lifecycle.replay.bytes",
-                got=f"rows whose {names[0]} is now {new.get(names[0])} and was {kept.get(names[0])}",
-                expected="rows of one shape",
-                remedy="pad them to one length in data.source, or leave the key out: nothing is replayed then",
-            )
-
     def _places(self, number: int) -> list[int]:
         """The place of each new row, -1 for one that is not kept. The n-th row of the stream is kept with probability
         capacity / n, in the place of a random one."""
@@ -173,11 +166,7 @@ class Reservoir:
 
 
 def kept_at_most(limit: int, row_bytes: int) -> int:
-    """Rows of this size that fit into `limit` bytes.
-
-    Raises:
-        InputError: not even one.
-    """
+    """Rows of this size that fit into `limit` bytes. Raises InputError: not even one."""
     if row_bytes > limit:
         raise InputError(
             "experts.lifecycle.replay.bytes", got=str(limit), expected=f"at least {row_bytes}, the bytes of one row"

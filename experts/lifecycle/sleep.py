@@ -194,18 +194,16 @@ class SleepCycle:
     def _attempt(self, model: ReplayedModel) -> CycleRecord:
         """Run the cycle, with half of the rows at once where a worker has no memory for it; the last resort is a record
         that says so. Collective."""
-        training, before = model.training, self._everything(model)
+        training, put_back = model.training, self._everything(model)
         record = CycleRecord(model.step, self.cycles, living_before=self._living())
         while True:
             found = replace(record, rows_at_once=model.at_once, undone=[*record.undone])
             short = training.reduction.run_or_shortage(partial(self._sleep_eagerly, model, found))
             if not any(training.workers.all_gather_object(isinstance(short, Shortage))):
                 return found
-            record.undone.append(
-                f"all: {training.reduction.dropped(short)}; it went on with half of {model.at_once} rows at once"
-                if model.at_once > 1 else f"all: {training.reduction.dropped(short)}"
-            )  # fmt: skip
-            before()
+            then = f"; it went on with half of {model.at_once} rows at once" if model.at_once > 1 else ""
+            record.undone.append(f"all: {training.reduction.dropped(short)}{then}")
+            put_back()
             if model.at_once == 1:
                 self._note_graph(record)
                 return record
@@ -461,8 +459,7 @@ class SleepCycle:
         births = sum(next_id - self._first for next_id in self.living.table.next_ids)
         now = self.living.threshold if self.living.threshold is not None else self.config.birth.uncertainty
         steps = (found.step - self._before) * len(self.routers)
-        layers = range(len(self.routers))
-        room = any(len(self.living.table.ids(layer)) < (self.config.max_experts or 0) for layer in layers)
+        room = any(number < (self.config.max_experts or 0) for number in self._living())
         if now > 0 and room:  # at 0 a layer is filled whatever the router says; a full one has no births to steer
             self.living.threshold = next_threshold(now, births=births - self.births_before, steps=steps)
         self.births_before, found.threshold = births, self.living.threshold
@@ -499,10 +496,8 @@ class SleepCycle:
             router.prior_EE.copy_(weight * prior / sums)
 
     def _set_nodes(self) -> None:
-        layers = enumerate(self.living.table.layers)
-        self.graph.set_experts(
-            {(layer, row.id): {"uses": row.uses, "born": row.born} for layer, living in layers for row in living}
-        )
+        rows = [(layer, row) for layer, living in enumerate(self.living.table.layers) for row in living]
+        self.graph.set_experts({(layer, row.id): {"uses": row.uses, "born": row.born} for layer, row in rows})
 
     def _living(self) -> list[int]:
         return [len(rows) for rows in self.living.table.layers]

@@ -133,12 +133,8 @@ class ExpertTable:
         return [slot for slot, expert in enumerate(self.ids_by_slot(layer)) if expert is None]
 
     def count_uses(self, rows: Sequence[Sequence[int]], *, step: int, least_share: float) -> ExpertTable:
-        """Add the rows of an interval that ended with `step`.
-
-        Args:
-            rows: for each layer the rows of each slot.
-            least_share: of a layer's rows, from which an expert counts as used.
-        """
+        """Add the rows of each layer's slots in an interval that ended with `step`; from `least_share` of its layer's
+        rows on, an expert counts as used."""
         layers = []
         for table, counts in zip(self.layers, rows, strict=True):
             least = max(1.0, least_share * sum(counts))
@@ -151,11 +147,8 @@ class ExpertTable:
         return replace(self, layers=tuple(layers))
 
     def after(self, changes: Iterable[Change], *, step: int) -> ExpertTable:
-        """The table after these changes at the end of `step`.
-
-        Raises:
-            ValueError: a change that does not fit the table: an unknown or doubled id, or an occupied slot.
-        """
+        """The table after these changes at the end of `step`. Raises ValueError for a change that does not fit: an
+        unknown or doubled id, or an occupied slot."""
         table = self
         for change in changes:
             table = table._after(change, step)

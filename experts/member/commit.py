@@ -105,13 +105,10 @@ class VoteLayout:
 
 @dataclass(frozen=True)
 class VoteResult:
-    """The summed vote.
+    """The summed vote; see also `VoteLayout`.
 
     Attributes:
         norm: global gradient norm before clipping. skip: whether everybody skips the step.
-        counts: see `VoteLayout.counts`.
-        notice: length in bytes of rank 0's message.
-        busy_s, moving_s, sent_bytes: of each holder, see `VoteLayout.spent`.
         shortages: one number for each holder if any ran out of memory, else empty: everybody drops the step.
         nonfinite: the experts whose gradients are not finite.
     """
@@ -152,18 +149,10 @@ def read_vote(layout: VoteLayout, vector: Tensor, *, step: int, members: int) ->
     shortages = vector[layout.shortages]
     nonfinite = [] if torch.isfinite(norm) else layout.nonfinite(vector)
     return VoteResult(
-        norm,
-        skip,
-        vector[layout.counts],
-        inverse_scale=scale,
-        lr=float(head["lr"]),
-        notice=int(head["notice"]),
-        busy_s=busy_s,
-        moving_s=moving_s,
-        sent_bytes=sent_bytes,
-        shortages=shortages.tolist() if shortages.any() else [],
-        nonfinite=nonfinite,
-    )
+        norm, skip, vector[layout.counts], inverse_scale=scale, lr=float(head["lr"]), notice=int(head["notice"]),
+        busy_s=busy_s, moving_s=moving_s, sent_bytes=sent_bytes,
+        shortages=shortages.tolist() if shortages.any() else [], nonfinite=nonfinite,
+    )  # fmt: skip
 
 
 def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
@@ -203,10 +192,6 @@ def name_shortages(numbers: list[float], *, colocated: bool) -> list[Shortage]:
 
 class StepCommit:
     """One member's part in the end of each step.
-
-    Args:
-        placement: in force at the start.
-        layout: of the vote.
 
     Attributes:
         placement: in force now.

@@ -31,11 +31,8 @@ from raytrain.errors import RunError
 def scatter_layer(
     group: JointGroup, routes: LayerRoutes, first: Sequence[Mapping[str, Tensor]], *, dtype: torch.dtype
 ) -> None:
-    """Send initial weights to every copy of each expert; the workers' side. Collective over all members.
-
-    Args:
-        first: weights of each expert, on rank 0.
-    """
+    """Send initial weights, which rank 0 has, to every copy of each expert; the workers' side. Collective over all
+    members."""
     pieces, empty = [], torch.empty(0, dtype=dtype)
     if group.rank == 0:
         flat = [_flatten(weights).to(dtype) for weights in first]
@@ -58,14 +55,8 @@ def gather_layer(
     group: JointGroup, shape: LayerShape, layer: int, *, shard: ExpertShard | None, routes: LayerRoutes | None,
     dtype: torch.dtype,
 ) -> list[dict[str, Tensor]] | None:  # fmt: skip
-    """Gather the weights of each expert of a layer on rank 0. Collective over all members.
-
-    Args:
-        shard: this member's experts. routes: of the layer, on rank 0.
-
-    Returns:
-        the weights of each expert by name; None on other members.
-    """
+    """Gather the weights of each expert of a layer by name on rank 0, which has its routes; None on other members.
+    Collective over all members."""
     own = [key for key in (shard.homes() if shard else []) if key[0] == layer]
     pieces = [_flatten(shard.weights_of(key)) for key in own if shard]
     sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
@@ -218,11 +209,7 @@ class Migration:
         self._seconds, self._bytes = 0.0, 0
 
     def begin(self, following: Placement, placement: Placement, shard: ExpertShard | None) -> None:
-        """Start to send the experts that leave their home.
-
-        Args:
-            following: the next placement. placement: in force.
-        """
+        """Start to send the experts that leave their home in the next placement; `placement` is in force."""
         began = time.perf_counter()
         self.next = following
         transfers = [Transfer(*move) for move in placement.home_moves(following)]
@@ -288,11 +275,7 @@ class Migration:
         self._bytes += sent_bytes
 
     def receive_announcement(self, size: int, announcement: bytes | None) -> dict[str, Any]:
-        """Rank 0's announcement, on every member.
-
-        Args:
-            size: its length. announcement: itself, on rank 0.
-        """
+        """Rank 0's announcement of this length, on every member."""
         began, group = time.perf_counter(), self._group
         send, receive = [0] * group.size, [0] * group.size
         if group.rank == 0:

@@ -218,7 +218,6 @@ class ExpertShard:
     """The experts of one host, in every layer.
 
     Args:
-        shapes: of the layers.
         host: its index in `placement`.
         optim: kind and constants of the optimizer; the learning rate comes with each commit.
         dtype: of the master weights.

@@ -34,14 +34,9 @@ HOTTER = 1.2
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """The input of placing one layer.
+    """The input of placing one layer: the work and the bytes of each expert, the speed and the free bytes of each host.
 
-    Attributes:
-        work: predicted rows x work of each expert, at least `IDLE` of the mean.
-        speeds: of each host.
-        home, replica: bytes of each expert.
-        extra: number of replicas.
-        memory: bytes that each host can take.
+    `work` are predicted rows x work, at least `IDLE` of the mean; `extra` is the number of replicas.
     """
 
     work: list[float]
@@ -136,11 +131,8 @@ def copy_counts(work: Sequence[float], extra: int, *, most: int) -> list[int]:
 
 
 def pack_largest_first(task: LayerProblem) -> Packing:
-    """Build a layout: largest first, each copy to the host that would finish earliest.
-
-    Raises:
-        OutOfRoom: an expert fits nowhere. Replicas that fit nowhere are left out.
-    """
+    """Build a layout: largest first, each copy to the host that would finish earliest. Replicas without room are left
+    out; raises OutOfRoom for a home without any."""
     work, speeds = task.work, task.speeds
     layout = Packing(task, [[] for _ in work])
     loads, part_of = [0.0] * len(speeds), list(range(len(speeds)))
@@ -167,11 +159,8 @@ def pack_largest_first(task: LayerProblem) -> Packing:
 
 
 def adapt_replicas(layout: Packing, loads: list[float]) -> None:
-    """Adapt the replicas of an old layout to the load: drop surplus ones, then move them to hotter experts.
-
-    Args:
-        loads: work of every host; updated in place, with equal parts for all copies.
-    """
+    """Adapt the replicas of an old layout to the load: drop surplus ones, then move them to hotter experts. `loads`,
+    the work of every host, is updated in place."""
     work = layout.task.work
     for _ in range(layout.task.extra + sum(map(len, layout.copies))):
         coldest = min(
@@ -225,14 +214,8 @@ def _drop(layout: Packing, expert: int, loads: list[float]) -> None:
 
 
 def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float]) -> list[list[list[int]]]:
-    """Place the homes of all layers by bytes alone: the largest first, on the host with the most memory left.
-
-    Returns:
-        [layer][expert]: the one host, in a list.
-
-    Raises:
-        OutOfRoom: one does not fit.
-    """
+    """Place the homes of all layers by bytes alone, the largest first, on the host with the most memory left: [layer]
+    [expert] -> [the host]. Raises OutOfRoom."""
     free, used = list(memory), [[0] * len(memory) for _ in sizes]
     found: list[list[list[int]]] = [[[] for _ in row] for row in sizes]
     order = sorted(((-size, layer, e) for layer, row in enumerate(sizes) for e, size in enumerate(row)))
@@ -267,29 +250,27 @@ class LocalSearch:
         self.enough = self.task.bound * (1 + GOOD)
         self.now = self._evaluate()
 
-    def climb(self) -> None:
+    def climb(self) -> LocalSearch:
         """Apply improving candidates until there are none."""
         while self.budget > 0 and self.now.level > self.enough and self._step():
             continue
+        return self
 
     def restart(self) -> None:
         """Climb again from random exchanges of the best layout, with a fixed seed, while the budget lasts."""
         draw = random.Random(SEED)
-        best, kept = self.now, [list(hosts) for hosts in self.layout.copies]
+        best, kept = self.now, _copy(self.layout.copies)
         while self.budget > 0 and best.level > self.enough:
             for _ in range(KICK):
                 self._exchange_any(draw)
             self.now = self._evaluate()
             self.climb()
             if self.now.level < best.level * (1 - WORTH):
-                best, kept = self.now, [list(hosts) for hosts in self.layout.copies]
+                best, kept = self.now, _copy(self.layout.copies)
             else:
-                self._set_all(kept)
-        self._set_all(kept)
+                self.layout = Packing(self.task, _copy(kept))
+        self.layout = Packing(self.task, kept)
         self.now = best
-
-    def _set_all(self, copies: list[list[int]]) -> None:
-        self.layout = Packing(self.task, [list(hosts) for hosts in copies])
 
     def _evaluate(self, change: Change | None = None) -> WorkSplit:
         """The best split of the layout's work; the layout is that of `now` except for `change`."""
@@ -407,15 +388,12 @@ def plan(
     load_LE: Sequence[Sequence[float]], hosts: Sequence[HostSpec], costs: Costs, extra: int, *,
     previous: Placement | None, search: bool = True,
 ) -> list[LayerPlacement]:  # fmt: skip
-    """Place every layer: layouts that fit the memory together, then a local search in each.
+    """Place every layer: layouts that fit the memory together, then a local search in each. Raises OutOfRoom.
 
     Args:
         extra: maximum number of replicas of each layer.
         previous: the current placement; used if it fits `hosts` and `costs`.
         search: False skips the local search; with `previous` its homes stay, and only replicas follow the load.
-
-    Raises:
-        OutOfRoom: the homes do not fit the memory.
     """
     speeds = [float(host.speed) for host in hosts]
     memory = [math.inf if host.memory_bytes is None else float(host.memory_bytes) for host in hosts]
@@ -439,8 +417,7 @@ def plan(
         if old:
             layout = _follow(bounded, copies, budget)
         else:
-            first = LocalSearch(Packing(bounded, _copy(copies)), budget=budget)
-            first.climb()
+            first = LocalSearch(Packing(bounded, _copy(copies)), budget=budget).climb()
             first.restart()
             layout = first.layout
         _choose_homes(layout, [hosts_[0] for hosts_ in copies] if old else None, bytes_homes)
@@ -509,15 +486,13 @@ def _follow(task: LayerProblem, copies: Copies, budget: int) -> Packing:
     adapt_replicas(layout, divide(task.work, copies, task.speeds).loads)
     if not budget:
         return layout
-    search = LocalSearch(layout, budget=budget)
-    search.climb()
+    search = LocalSearch(layout, budget=budget).climb()
     if search.now.level <= search.enough * (1 + KEEP):
         return search.layout
     try:
-        other = LocalSearch(pack_largest_first(task), budget=budget // 2)
+        other = LocalSearch(pack_largest_first(task), budget=budget // 2).climb()
     except OutOfRoom:
         return search.layout
-    other.climb()
     return other.layout if other.now.level < search.now.level * (1 - KEEP) else search.layout
 
 

@@ -101,12 +101,8 @@ def newcomer_home(
     placement: Placement, layer: int, slot: int, *, living: Sequence[int], load: Sequence[float] | None,
     hosts: Sequence[HostSpec], costs: Costs,
 ) -> int:  # fmt: skip
-    """Choose the home of an expert that is born into an empty slot, as `new_expert_host` among the hosts with room.
-
-    Args:
-        living: the slots of the layer's living experts.
-        load: rows of each slot; None counts experts.
-    """
+    """Choose the home of an expert that is born into an empty slot, as `new_expert_host` among the hosts with room, by
+    the rows of the `living` slots, or with no `load` by their number."""
     old = placement.layers[layer]
     partial = LayerPlacement(tuple(old.copies[one] for one in living), tuple(old.shares[one] for one in living))
     held = Placement(0, placement.num_hosts, (partial,))

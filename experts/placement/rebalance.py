@@ -50,9 +50,6 @@ def predict(intervals: Sequence[Load]) -> list[list[float]]:
     """Forecast the rows per expert of the next interval: an exponential average of the past ones, oldest first.
 
     Each layer counts as shares of its interval's rows, so that long and short intervals have equal weight.
-
-    Args:
-        intervals: at least one, each [layer][expert].
     """
     found = []
     for layer, last in enumerate(intervals[-1]):

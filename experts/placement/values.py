@@ -19,10 +19,9 @@ class HostSpec:
     """A process that can hold experts.
 
     Attributes:
-        host: its index, 0 to H - 1.
         speed: work per second with these expert shapes, in any unit: policies use ratios only.
         memory_bytes: limit of all copies there together; None = no limit.
-        node: name of its machine. device: name of its device, for messages.
+        node, device: names of its machine and of its device, for messages.
         kind: holders of one kind are equally fast (`experts.exchange.rebalancer.kind_of`); empty where it is unknown.
     """
 
@@ -220,16 +219,10 @@ def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int],
 
 
 def split_rows(counts: Sequence[int], shares: Sequence[Sequence[float]]) -> list[tuple[int, ...]]:
-    """Divide each expert's rows over its copies by rounding the running sum of the shares.
+    """Divide each expert's rows (E,) over its copies by rounding the running sum of the shares: not negative, and
+    exactly its count in sum.
 
     Runs for every layer of every step. Equal on every process, as it uses IEEE sums in a fixed order.
-
-    Args:
-        counts: rows of each expert, (E,).
-        shares: of each expert's copies, summing to one.
-
-    Returns:
-        for each expert the rows of each of its copies: not negative, and exactly its count in sum.
     """
     if max(map(len, shares), default=1) == 1:
         return [(count,) for count in counts]
@@ -256,13 +249,8 @@ EPSILON = 1e-9
 
 @dataclass
 class WorkSplit:
-    """The work of one layer, divided over the hosts.
-
-    Attributes:
-        parts: expert -> work of each copy, for experts of several copies only.
-        loads: work of each host.
-        level: time of the slowest host.
-    """
+    """The work of one layer, divided over the hosts: `loads` of each host, `level` is the time of the slowest one, and
+    `parts` the work of each copy of the experts that have several."""
 
     parts: dict[int, list[float]]
     loads: list[float]
@@ -273,11 +261,9 @@ def divide(
     work: Sequence[float], copies: Sequence[Sequence[int]], speeds: Sequence[float], *, slack: float = 0.0,
     start: Mapping[int, Sequence[float]] | None = None,
 ) -> WorkSplit:  # fmt: skip
-    """Compute the best split of `work` over `copies`.
+    """Compute the best split of the `work` of each expert over the hosts of its `copies`, none of which occurs twice.
 
     Args:
-        work: of each expert, (E,).
-        copies: hosts of each expert, none twice.
         slack: relative distance of the slowest host from the optimum that is accepted. It keeps the parts near equal
             levels among each expert's own copies, which tolerate a drifting load better than extreme ones.
         start: initial parts of some experts, from a similar layout; only saves time.
@@ -374,12 +360,8 @@ def _path_out(
     source: int, at_host: list[list[tuple[int, int]]], parts: dict[int, list[float]], copies: Sequence[Sequence[int]],
     loads: list[float], caps: list[float],
 ) -> tuple[dict[int, tuple[int, int, int]], int | None]:  # fmt: skip
-    """Find the shortest path for work to leave `source`.
-
-    Returns:
-        ({host reached: (expert, position that it leaves, position here)}, the last host of the path). The last host is
-        None if no host with room can be reached; their work can then go nowhere else.
-    """
+    """The shortest path for work to leave `source`: ({host reached: (expert, position that it leaves, position here)},
+    the last host of the path). That is None if no host with room can be reached: their work can go nowhere else."""
     reached: dict[int, tuple[int, int, int]] = {source: (-1, -1, -1)}
     queue, least = [source], EPSILON * caps[source]
     for host in queue:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hardware import Nvml
 
+from cluster import preflight
 from cluster.devices.inventory import Inventory, Node
 from cluster.preflight import (
     check_disk,
@@ -52,28 +53,29 @@ def test_an_unknown_scheme_fails_naming_the_key() -> None:
     assert (result.status, result.key) == ("fail", "save.dir")
 
 
-def test_a_disk_without_room_for_three_checkpoints_fails(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_three_checkpoints_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
     def usage(path: Path) -> SimpleNamespace:
         asked.append(path)
         return SimpleNamespace(free=3 << 30)
 
+    monkeypatch.setattr("shutil.disk_usage", usage)
     folder = str(tmp_path / "not" / "there")
-    assert check_disk(folder, 900 << 20, usage=usage).status == "ok"
-    full = check_disk(folder, 1 << 30, usage=usage)
+    assert check_disk(folder, 900 << 20).status == "ok"
+    full = check_disk(folder, 1 << 30)
     assert (full.status, full.key) == ("fail", "save.dir")
     assert "3 GiB free" in full.seen
     assert asked == [tmp_path, tmp_path]
-    more = check_disk(folder, 1 << 30, saved=1, usage=usage)
+    more = check_disk(folder, 1 << 30, saved=1)
     assert (more.status, more.expected) == ("ok", "2.06 GiB free: two checkpoints more and 64 MiB")
-    assert check_disk(folder, 2 << 30, saved=5, usage=usage).expected == "2.06 GiB free: one checkpoint more and 64 MiB"
-    nearly = check_disk(folder, ((3 << 30) - (64 << 20) + 10) // 3 + 1, usage=usage)
+    assert check_disk(folder, 2 << 30, saved=5).expected == "2.06 GiB free: one checkpoint more and 64 MiB"
+    nearly = check_disk(folder, ((3 << 30) - (64 << 20) + 10) // 3 + 1)
     assert nearly.seen.endswith(f"free in {tmp_path} (1 MiB too little)"), "3.0 of 3.0 GiB says nothing"
-    spaced = check_disk(f"file://{tmp_path}/with%20space/runs", 1 << 30, usage=usage)
+    spaced = check_disk(f"file://{tmp_path}/with%20space/runs", 1 << 30)
     assert spaced.status == "fail" and asked[-1] == tmp_path
     (tmp_path / "with space").mkdir()
-    check_disk(f"file://{tmp_path}/with%20space/runs", 1, usage=usage)
+    check_disk(f"file://{tmp_path}/with%20space/runs", 1)
     assert asked[-1] == tmp_path / "with space"
 
 
@@ -95,17 +97,19 @@ def test_memory_counts_every_process_of_a_node() -> None:
 
 @pytest.mark.covers("TRB-40")
 @pytest.mark.covers("COMPAT-08")
-def test_small_shared_memory_is_a_warning(tmp_path: Path) -> None:
+def test_small_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container has 64 MiB unless it is given more, as the documentation says."""
     documented = (Path(__file__).parents[3] / "cluster/README.md").read_text()
     assert "64 MiB of `/dev/shm`" in documented and "docker run --shm-size=" in documented
     assert check_shared_memory(root=tmp_path).status == "na"
     (tmp_path / "dev/shm").mkdir(parents=True)
-    small = check_shared_memory(root=tmp_path, usage=lambda path: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    small = check_shared_memory(root=tmp_path)
     assert small.status == "warn"
     assert small.seen == "64 MiB free in /dev/shm" and small.expected == "256 MiB free"
     assert "docker run --shm-size=" in small.remedy
-    enough = check_shared_memory(root=tmp_path, usage=lambda path: SimpleNamespace(free=1 << 30))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    enough = check_shared_memory(root=tmp_path)
     assert enough.status == "ok" and enough.seen == "1 GiB free in /dev/shm"
 
 
@@ -138,13 +142,16 @@ def test_all_checks_together_are_json(tmp_path: Path) -> None:
     assert {"name", "status", "seen", "expected", "remedy", "key"} == set(rows[0])
 
 
-def test_a_path_that_one_node_does_not_see_is_refused_with_its_key_and_the_node() -> None:
+def test_a_path_that_one_node_does_not_see_is_refused_with_its_key_and_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def ask(paths: list[str]) -> dict[str, list[str]]:
         assert paths == ["/shared/a.txt", "/home/me/runs"]  # the URI is the same everywhere
         return {"10.0.0.1": [], "10.0.0.2": ["/home/me/runs"]}
 
     paths = {"data.path": "/shared/a.txt", "save.dir": "/home/me/runs", "data.eval_path": "s3://bucket/b.txt"}
-    seen, blind = check_seen_by_all(paths, ask=ask)
+    monkeypatch.setattr(preflight, "_ask_nodes", ask)
+    seen, blind = check_seen_by_all(paths)
     assert (seen.status, seen.key) == ("ok", "data.path")
     assert (blind.status, blind.key) == ("fail", "save.dir")
     assert "10.0.0.2" in blind.seen and "10.0.0.1" not in blind.seen
