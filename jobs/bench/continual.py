@@ -53,42 +53,24 @@ class ContinualOptions(BenchOptions):
     lr: Positive = key(0.002, "learning rate of every arm, and of the replay")
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a learner kept of its tasks.
-
-    Attributes:
-        accuracy: mean over all tasks after the last one.
-        forgetting: mean over all tasks but the last of the best accuracy so far minus that after the last task.
-        forward: mean over all tasks but the first of the accuracy just before it is trained, minus that of an
-            untrained model.
-        retention: mean over all tasks but the last of the accuracy at the end over that just after the task.
-    """
-
-    accuracy: float
-    forgetting: float
-    forward: float
-    retention: float
-
-
-def scores(matrix: Sequence[Sequence[float]], untrained: Sequence[float]) -> Scores:
-    """The scores from accuracies; `matrix[i][j]` is that on task j after task i was trained.
+def scores(matrix: Sequence[Sequence[float]], untrained: Sequence[float]) -> dict[str, float]:
+    """What a learner kept of its tasks, as means over them; `matrix[i][j]` is the accuracy on task j after task i was
+    trained.
 
     Example:
         >>> from jobs.bench.continual import scores
-        >>> scores([[0.9, 0.2], [0.6, 0.8]], [0.1, 0.1]).forgetting
+        >>> scores([[0.9, 0.2], [0.6, 0.8]], [0.1, 0.1])["forgetting"]
         0.3
     """
     last, tasks = matrix[-1], len(matrix)
     earlier = range(tasks - 1)
-    forgetting = [max(row[j] for row in matrix) - last[j] for j in earlier]
-    forward = [matrix[j - 1][j] - untrained[j] for j in range(1, tasks)]
-    retention = [last[j] / matrix[j][j] for j in earlier if matrix[j][j]]
-
-    def mean(values: Sequence[float]) -> float:
-        return round(sum(values) / len(values), 12) if values else 0.0
-
-    return Scores(mean(last), mean(forgetting), mean(forward), mean(retention))
+    found = {
+        "accuracy": last,  # after the last task
+        "forgetting": [max(row[j] for row in matrix) - last[j] for j in earlier],  # from the best accuracy so far
+        "forward": [matrix[j - 1][j] - untrained[j] for j in range(1, tasks)],  # just before a task is trained
+        "retention": [last[j] / matrix[j][j] for j in earlier if matrix[j][j]],  # over that just after the task
+    }
+    return {name: round(sum(values) / len(values), 12) if values else 0.0 for name, values in found.items()}
 
 
 def run(options: ContinualOptions, found: BenchMeasurement) -> None:
@@ -107,9 +89,9 @@ def run(options: ContinualOptions, found: BenchMeasurement) -> None:
                 learnt = learn_tasks(arm, tasks, options, seed=seed, experts=experts)
                 experts = learnt["experts"] if arm == "lifecycle" else experts
                 own = scores(learnt["matrix"], learnt["untrained"])
-                row = {**learnt, **vars(own), "seconds": time.perf_counter() - began}
-                results[suite][arm].append(row)
-                found.say(f"{suite} seed {seed} {arm}: accuracy {own.accuracy:.3f}, forgetting {own.forgetting:.3f}")
+                results[suite][arm].append({**learnt, **own, "seconds": time.perf_counter() - began})
+                shown = f"accuracy {own['accuracy']:.3f}, forgetting {own['forgetting']:.3f}"
+                found.say(f"{suite} seed {seed} {arm}: {shown}")
         _judge(found, suite, results[suite])
     same_size = ("plain", "ewc", "replay")
     starts = [[row["untrained"] for row in results[options.suites[0]][arm]] for arm in same_size]

@@ -56,14 +56,7 @@ def check_bundle_path(path: str) -> Path:
 
 
 class Redaction:
-    """Blanks what is secret in a text.
-
-    Args:
-        environ: the variables, whose secret values are searched for.
-
-    Attributes:
-        names: of the secret variables.
-    """
+    """Blanks what is secret in a text, among it the values of the variables whose `names` say so."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.names = sorted(name for name in environ if re.search(SECRET, name, re.IGNORECASE))
@@ -120,20 +113,18 @@ def write_bundle(
 
 def _driver_tools() -> dict[str, str]:
     """What the drivers of the GPUs say of themselves."""
-    tools = {"nvidia-smi": (["nvidia-smi"], ["nvidia-smi", "-q"]), "rocm-smi": (["rocm-smi", "--showallinfo"],)}
-    found = {}
-    for name, commands in tools.items():
-        if shutil.which(name) is not None:
-            found[f"{name}.txt"] = "\n".join(_printed(command) for command in commands)
+    found = dict[str, str]()
+    for command in (["nvidia-smi"], ["nvidia-smi", "-q"], ["rocm-smi", "--showallinfo"]):
+        name = f"{command[0]}.txt"
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+            said = f"{done.stdout}{done.stderr}(exit {done.returncode})"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+        found[name] = f"{found.get(name, '')}$ {' '.join(command)}\n{said}\n"
     return found
-
-
-def _printed(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"$ {' '.join(command)}\n{error}\n"
-    return f"$ {' '.join(command)}\n{done.stdout}{done.stderr}(exit {done.returncode})\n"
 
 
 def _of_run(run: RunFolder) -> dict[str, str]:

@@ -202,14 +202,11 @@ class Checked:
         return None if skipped is None else f"the first micro-batch is not tried before the start: {skipped}"
 
 
-def check_on_driver(
-    spec: JobSpec, *, initial: bool = True, resumed: RunFolder | None = None, run_batch: bool = True
-) -> Checked:
+def check_on_driver(spec: JobSpec, *, resumed: RunFolder | None = None, run_batch: bool = True) -> Checked:
     """Open the data and build the model once, and run a micro-batch, to find mistakes before anything starts.
 
     Args:
-        initial: whether weights are loaded from `model.init_from`, if the job has it.
-        resumed: a run whose checkpoint is loaded instead.
+        resumed: a run whose checkpoint is loaded, instead of the weights of `model.init_from`.
         run_batch: whether to run one micro-batch forward and backward.
     """
     make_importable(os.getcwd())
@@ -233,9 +230,9 @@ def check_on_driver(
         raise InputError(key, got=seen, expected="at least one parameter that requires a gradient")
     if resumed is not None:
         check_fits(trainable.module, resumed)
-    elif initial and spec.model.init_from is not None:
+    elif spec.model.init_from is not None:
         StartingWeights(spec.model.init_from).check(trainable.module, trainable.translate)
-    start = resumed.path if resumed is not None else spec.model.init_from if initial else None
+    start = resumed.path if resumed is not None else spec.model.init_from
     if start is not None and spec.data.keys.get("class_names", "auto") == "auto":
         check_names(source.class_names, stored_names(start), key="data.label")
     if spec.precision.fp32_layers != "auto":

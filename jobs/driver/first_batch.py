@@ -377,7 +377,7 @@ def certainly_on_cpu(spec: JobSpec) -> bool:
     return cluster_address(spec.cluster.address) == "local" and not local_inventory().devices()
 
 
-def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float = TIME_LIMIT_S) -> FirstPass:
+def check_first_batch(check: FirstBatch, *, count: bool = False) -> FirstPass:
     """Run the check in a forked process, which with `count` also counts what a pass needs. Errors: InputError, the run
     would fail, with the frames of the user's own code."""
     sys.stdout.flush()
@@ -389,13 +389,13 @@ def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float 
         child = os.fork()
     if not child:
         answers.close()
-        _in_child(check, sender, count=count, limit_s=limit_s)
+        _in_child(check, sender, count=count)
     sender.close()
     notes: dict[str, Any] = {}
     try:
         try:
-            if not answers.poll(limit_s):
-                return FirstPass(f"{TOO_LONG} {limit_s:.0f} s")
+            if not answers.poll(TIME_LIMIT_S):
+                return FirstPass(f"{TOO_LONG} {TIME_LIMIT_S:.0f} s")
             outcome = json.loads(answers.recv_bytes())
         except (EOFError, OSError):
             return FirstPass(NO_ANSWER)
@@ -412,12 +412,12 @@ def check_first_batch(check: FirstBatch, *, count: bool = False, limit_s: float 
     return FirstPass(outcome.get("skipped"), sizes and PassSizes(**sizes), **notes)
 
 
-def _in_child(check: FirstBatch, sender: Any, *, count: bool, limit_s: float) -> NoReturn:
+def _in_child(check: FirstBatch, sender: Any, *, count: bool) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(int(limit_s + 3 * NOTE_LIMIT_S))  # if the command is killed
+        signal.alarm(int(TIME_LIMIT_S + 3 * NOTE_LIMIT_S))  # if the command is killed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)

@@ -94,7 +94,14 @@ def memory_remedies(plan: Plan, micro: int, precision: str, *, process: str) -> 
             continue
         # checkpoints hold experts either inside the model or by name
         on_resume = may_change_on_resume(key) and not (key == "experts.hosts" and inside)
-        found.append(MemoryRemedy(setting, saved, _meaning(key, meaning, other), on_resume))
+        if key == "loop.micro_batch_size":
+            count, rows = other.value("accumulation", 1), other.value("effective_batch", 0)
+            meaning = f"{count} micro-batches are accumulated, so that an update still has {rows} rows"
+        elif key.startswith("experts."):
+            placed = other.choices()["experts"]
+            text = f"experts: {placed.value_or('?')}, {getattr(placed, 'reason', '')}"
+            meaning = f"{meaning}; {text}" if meaning else text
+        found.append(MemoryRemedy(setting, saved, meaning, on_resume))
     return needed, found
 
 
@@ -133,18 +140,6 @@ def _changes(spec: JobSpec, plan: Plan, *, micro: int, precision: str) -> Iterat
         yield "experts.hidden", hidden // 2, ""
     elif isinstance(hidden, list) and max(hidden) > 1:
         yield "experts.hidden", [max(1, one // 2) for one in hidden], ""
-
-
-def _meaning(key: str, meaning: str, plan: Plan) -> str:
-    """What a change costs, with what its plan says of micro-batches or experts."""
-    if key == "loop.micro_batch_size":
-        count, rows = plan.value("accumulation", 1), plan.value("effective_batch", 0)
-        return f"{count} micro-batches are accumulated, so that an update still has {rows} rows"
-    if key.startswith("experts."):
-        placed = plan.choices()["experts"]
-        text = f"experts: {placed.value_or('?')}, {getattr(placed, 'reason', '')}"
-        return f"{meaning}; {text}" if meaning else text
-    return meaning
 
 
 def _planned(plan: Plan, *settings: str) -> Plan:

@@ -304,10 +304,10 @@ def _recorded(run: RunFolder, plan: Plan, checks: Sequence[CheckResult]) -> Plan
 
 def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder | None) -> list[CheckResult]:
     """The results of the checks before the start. Errors: InputError for the first that failed."""
-    size, workers = _value(plan.checkpoint_bytes), int(_value(plan.workers) or 1)
+    size, workers = plan.checkpoint_bytes.value_or(None), int(plan.workers.value_or(1))
     checks = run_preflight(
-        save_dir=spec.save.dir, inventory=inventory, checkpoint_bytes=size, worker_bytes=_value(plan.memory),
-        local_workers=-(-workers // max(1, len(inventory.nodes))), on_gpu=_value(plan.device) == "cuda",
+        save_dir=spec.save.dir, inventory=inventory, checkpoint_bytes=size, worker_bytes=plan.memory.value_or(None),
+        local_workers=-(-workers // max(1, len(inventory.nodes))), on_gpu=plan.device.value_or(None) == "cuda",
         saved=0 if run is None else len(run.saved_steps()),
     )  # fmt: skip
     if len(inventory.nodes) > 1:
@@ -318,7 +318,3 @@ def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder 
         first = failed[0]
         raise InputError(first.key or first.name, got=first.seen, expected=first.expected, remedy=first.remedy)
     return checks
-
-
-def _value(choice: Any) -> Any:
-    return getattr(choice, "value", None)  # None of a deferred choice

@@ -31,10 +31,10 @@ from raytrain.trainable import LossOutput
 @pytest.mark.covers("TEST-07")
 def test_scores_are_those_counted_by_hand() -> None:
     found = scores([[0.8, 0.3, 0.2], [0.9, 0.7, 0.4], [0.6, 0.35, 1.0]], [0.1, 0.2, 0.1])
-    assert found.accuracy == pytest.approx(1.95 / 3)
-    assert found.forgetting == pytest.approx((0.3 + 0.35) / 2), "from the best accuracy, which task 0 had after task 1"
-    assert found.forward == pytest.approx((0.1 + 0.3) / 2)
-    assert found.retention == pytest.approx((0.75 + 0.5) / 2)
+    assert found["accuracy"] == pytest.approx(1.95 / 3)
+    assert found["forgetting"] == pytest.approx((0.3 + 0.35) / 2), "from the best accuracy, that of task 0 after task 1"
+    assert found["forward"] == pytest.approx((0.1 + 0.3) / 2)
+    assert found["retention"] == pytest.approx((0.75 + 0.5) / 2)
 
 
 @pytest.mark.covers("TEST-07")
