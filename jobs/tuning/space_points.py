@@ -188,11 +188,8 @@ class Points:
 
 
 def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str, Any] | None = None) -> Points:
-    """Every trial of the job's `tune.space` that these machines can run, and whose model can be built.
-
-    Raises:
-        InputError: unknown key, value that is wrong for its key, or space without a feasible point.
-    """
+    """Every trial of the job's `tune.space` that these machines can run, and whose model can be built. Raises
+    InputError: unknown key, value that is wrong for its key, or space without a feasible point."""
     tune, space = loaded.spec.tune, checked_space(loaded)
     trials: list[Point] = []
     left_out: list[tuple[dict[str, Any], str]] = []

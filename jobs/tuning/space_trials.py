@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 from ray import PlacementGroupID, tune
@@ -194,6 +194,13 @@ def run_name(number: int) -> str:
     return f"trial-{number:04d}"
 
 
+@dataclass(frozen=True)
+class EndedTrial:
+    """The attributes of a trial that a scheduler reads."""
+
+    trial_id: str
+
+
 class PatientMedian(MedianStoppingRule):
     """Ray's rule without its pauses: a paused run would start its processes again."""
 
@@ -215,7 +222,7 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
     else:
         return None
     for trial, losses in curves.items():
-        ended = SimpleNamespace(trial_id=f"ended {trial}")  # what a scheduler reads of a trial
+        ended = EndedTrial(f"ended {trial}")
         scheduler.on_trial_add(None, ended)
         for step, loss in losses:
             scheduler.on_trial_result(None, ended, {"step": step, "eval_loss": loss})

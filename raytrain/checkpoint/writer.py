@@ -169,13 +169,13 @@ class CheckpointWriter:
         *,
         keep: int | Literal["all"],
         asynchronous: bool,
-        fence: Callable[[], None] = lambda: None,
+        fence: Callable[[], None] | None = None,
         world_size: int = 1,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._run, self._world_size, self._shard_bytes = run_folder, world_size, shard_bytes
         self._keep: int | Literal["all"] = keep
-        self._fence = fence
+        self._fence = fence or (lambda: None)
         self._staging = Staging() if asynchronous else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None

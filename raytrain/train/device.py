@@ -140,12 +140,9 @@ SHAPES_AT_MOST = 8
 
 
 class CudnnBenchmark:
-    """Controls `torch.backends.cudnn.benchmark` and counts the shapes of the batches.
-
-    Args:
-        asked: `loop.cudnn_benchmark`: true, false, or auto (on for a GPU, until there are too many shapes; not with
-            `loop.deterministic`, which requires the same kernels every time).
-    """
+    """Controls `torch.backends.cudnn.benchmark` and counts the shapes of the batches. `asked`: `loop.cudnn_benchmark`:
+    true, false, or auto (on for a GPU, until there are too many shapes; not with `loop.deterministic`, which requires
+    the same kernels every time)."""
 
     def __init__(self, asked: bool | str, *, device: torch.device, deterministic: bool) -> None:
         on = on_gpu(device) and not deterministic if asked == "auto" else bool(asked)

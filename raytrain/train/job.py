@@ -151,12 +151,8 @@ def build_trainable(
     job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any], initial: bool = True
 ) -> Trainable:
     """Call the builder, or take the module given in Python, as a `Trainable`; `initial`: load the weights of
-    `init_from`.
-
-    Raises:
-        InputError: the builder cannot be imported, does not accept the keys or does not return a module, or the
-            weights do not fit.
-    """
+    `init_from`. Raises InputError: the builder cannot be imported, does not accept the keys or does not return a
+    module, or the weights do not fit."""
     weights = StartingWeights(job_model.init_from) if initial and job_model.init_from is not None else None
     if job_model.module is not None:
         trainable = to_trainable(job_model.module, key="model.module")

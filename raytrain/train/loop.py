@@ -46,7 +46,7 @@ class LogInterval:
     waited_s: float = 0.0  # of these, waiting for other processes
     samples: float = 0.0  # trained on, by all workers
     tokens: float = 0.0
-    since: float = field(default_factory=time.perf_counter)  # when it began; moved on by what is not training
+    since: float = field(default_factory=lambda: time.perf_counter())  # moved on by what is not training
 
     def add(self, step_s: float, fetching: Fetching, *, waited_s: float, samples: int, tokens: int) -> None:
         self.steps += 1

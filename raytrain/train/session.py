@@ -204,11 +204,8 @@ class Session:
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restore weights, optimizer, loss scale, generators and position from a checkpoint; from one of another world
-        size all but the generators, which are seeded from (seed, step, rank).
-
-        Raises:
-            CheckpointError: it belongs to another model; the message lists the first five differences.
-        """
+        size all but the generators, which are seeded from (seed, step, rank). Raises CheckpointError: it belongs to
+        another model; the message lists the first five differences."""
         restore_remote(self.trainable, loaded)
         self.strategy.load(loaded.parts["model"])
         for index, optimizer in enumerate(self.optimizers):

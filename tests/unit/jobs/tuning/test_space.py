@@ -158,7 +158,7 @@ def test_there_must_be_something_to_compare_trials_by(changes: dict[str, Any], k
 def test_a_scheduler_that_knows_the_finished_trials_stops_hopeless_ones(name: str) -> None:
     from ray.tune.schedulers import TrialScheduler
 
-    from jobs.tuning.space_trials import scheduler_of
+    from jobs.tuning.space_trials import EndedTrial, scheduler_of
 
     good = [(step, 2.0 / step) for step in range(10, 101, 10)]
     curves = {1: good, 2: [(step, 1.1 * loss) for step, loss in good]}
@@ -166,7 +166,7 @@ def test_a_scheduler_that_knows_the_finished_trials_stops_hopeless_ones(name: st
     stopped = 0
     for number in range(4):
         scheduler = scheduler_of(name, found, curves=curves)
-        trial: Any = SimpleNamespace(trial_id=f"new {number}")
+        trial: Any = EndedTrial(f"new {number}")
         scheduler.on_trial_add(None, trial)
         results = [{"step": step, "eval_loss": 3.0 + 0.1 * number} for step, _ in good]
         stopped += any(scheduler.on_trial_result(None, trial, one) == TrialScheduler.STOP for one in results[:-1])

@@ -300,13 +300,13 @@ def test_the_times_of_a_row_are_those_of_all_its_steps() -> None:
 def test_steps_without_a_row_leave_nothing_behind_that_grows() -> None:
     session = mlp({"max_steps": RECENT_STEPS + 20, "log_every": 0})
     loop, sizes = session.loop(reporter=Rows(), should_stop=lambda: False), []
-    inner = loop._stop_or_save
+    inner = loop._requests
 
-    def sized(step: int, output: Any) -> tuple[bool, bool]:
+    def sized(step: int) -> list[int]:
         sizes.append(len(pickle.dumps([loop._interval, loop.clock, session.state])))
-        return inner(step, output)
+        return inner(step)
 
-    loop._stop_or_save = sized
+    loop._requests = sized
     loop.run(session.state)
     assert max(sizes[-20:-1]) - min(sizes[-20:-1]) <= 2, "a number may take a byte more"
     assert loop._interval.steps == 0 and sizes[RECENT_STEPS] > sizes[10], "the size can see it"

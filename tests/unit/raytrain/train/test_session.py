@@ -34,7 +34,7 @@ def test_the_sessions_numbers_are_the_plans() -> None:
         retry={"nonfinite_steps": 2},
     )
     limits = session.limits()
-    assert (limits.max_steps, limits.log_every, limits.eval_every, limits.eval_batches) == (11, 4, 3, 2)
+    assert (limits.max_steps, limits.log_every, limits.eval_every) == (11, 4, 3)
     assert (limits.patience, limits.min_delta, limits.nonfinite_steps) == (5, 0.1, 2)
     schedule = session.step.schedule
     assert (schedule.peak, schedule.warmup_steps, schedule.max_steps) == (0.25, 3, 11)
