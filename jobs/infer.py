@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
 from raytrain.infer.input import Unit, UnitReport, input_files
 from raytrain.infer.output import MANIFEST, OutputFolder, merge, remove_work
-from raytrain.infer.stages.split import StageSplit
 from raytrain.infer.summary import TableFigures, summarise
 from raytrain.report.inference import SUMMARY, build_inference_report
 from raytrain.runs.folder import resume_command
@@ -127,13 +125,11 @@ def infer_target(
         return _complete(planned, console)
     finished = planned.output.finished(planned.units, planned.job)
     missing = [unit for unit in planned.units if unit.number not in finished]
-    say = partial(print_line, console)
     try:
-        computation = UnitComputation(planned, verbose=verbose, say=say) if missing else None
+        computation = UnitComputation(planned, verbose=verbose) if missing else None
         with planned.output.claimed(planned.identity, command):
             found = _computed(planned, computation, missing, sum(finished.values()), console)
-            split = planned.stages.split if computation is None else computation.split
-            return found if isinstance(found, InferResult) else _merged(planned, found, split, console)
+            return found if isinstance(found, InferResult) else _merged(planned, found, console)
     except BaseException:
         output = planned.output
         if output.identity() is None or not output.has_parts():
@@ -210,10 +206,8 @@ def _too_many(planned: InferencePlan, failed: int, error: str | None, console: C
     return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})
 
 
-def _merged(
-    planned: InferencePlan, reports: Sequence[UnitReport], split: StageSplit | None, console: Console
-) -> InferResult:
-    output, infer = planned.output, planned.target.spec.infer
+def _merged(planned: InferencePlan, reports: Sequence[UnitReport], console: Console) -> InferResult:
+    output, infer, split = planned.output, planned.target.spec.infer, planned.stages.split
     planned.check_unchanged()
     carried = infer.label in {*infer.keep, infer.id_column} and bool(planned.paths)
     as_csv = carried and input_files(planned.paths).kind == "csv"
@@ -224,9 +218,8 @@ def _merged(
     output.store.write_bytes(SUMMARY, json.dumps(summary, indent=1).encode())
     stages: dict[str, Any] | None = None  # what each stage of a divided model holds, and by what they are balanced
     if split is not None:
-        parts = {part.name: seconds for part, seconds in zip(split.plan.parts, split.seconds, strict=False)}
         held = [split.plan.describe(stage) for stage in range(split.plan.stages)]
-        stages = {"stages": held, "balance": split.balance, "seconds": split.stage_seconds, "part_seconds": parts}
+        stages = {"stages": held, "balance": split.balance}
     manifest = {**about, "stages": stages, "job": planned.identity}
     output.store.write_bytes(MANIFEST, json.dumps(manifest, indent=1).encode())
     build_inference_report(output.path)

@@ -33,7 +33,7 @@ from jobs.driver.progress import (
     times_text,
 )
 from jobs.driver.runtime import connected
-from jobs.inference.layout import rebalanced, with_hosts
+from jobs.inference.layout import with_hosts
 from jobs.inference.plan import InferencePlan
 from jobs.job.facts import path_from_here
 from raytrain.config.messages import abbreviated
@@ -42,8 +42,7 @@ from raytrain.data.sources.tables import csv_texts
 from raytrain.errors import RunError
 from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.output import FORMATS, MANIFEST, rows_in_progress
-from raytrain.infer.stages.measure import PartTimes, measure_parts
-from raytrain.infer.worker import InferenceWorker, Work
+from raytrain.infer.worker import InferenceWorker
 from raytrain.plan.choice import size_text
 from raytrain.plan.room import missing
 from raytrain.report.inference import PAGE
@@ -145,24 +144,21 @@ class UnitComputation:
     A model that runs in this process is loaded at once, so that one that does not load leaves nothing behind. `say`:
     prints a line. Raises InputError: the model does not fit the input or its weights."""
 
-    def __init__(self, planned: InferencePlan, *, verbose: bool, say: Callable[[str], None]) -> None:
-        self._planned, self._work, self._verbose, self._say = planned, planned.work(), verbose, say
+    def __init__(self, planned: InferencePlan, *, verbose: bool) -> None:
+        self._planned, self._work, self._verbose = planned, planned.work(), verbose
         self._address = planned.target.address
-        self.split = planned.stages.split  # how the model is divided, once it was measured
         self.missing: Missing = nothing_missing  # what the first worker still needs of a shared cluster
         self._here: InferenceWorker | None = None
         self._done: dict[int, int] = {}
         # hosts are other processes, and so are stages where memory is limited on a CPU: threads share one limit
         limited = planned.target.model.device == "cpu" and planned.target.spec.cluster.memory_limit is not None
-        needs_actors = planned.hosts.hosts or (self.split is not None and limited)
+        needs_actors = planned.hosts.hosts or (planned.stages.split is not None and limited)
         if planned.workers == 1 and self._address == "local" and not needs_actors:
             work = self._work
             if work.split is not None and work.model.device.startswith("cuda"):  # its stages on this machine's GPUs
                 gpus = planned.target.machines.gpus[: work.split.plan.stages]
                 devices = tuple(f"cuda:{gpu.index}" for gpu in gpus)
                 work = replace(work, split=replace(work.split, devices=devices))
-            if planned.measures_stages:
-                work = self._with_stages(work, measure_parts(work, planned.units[0]))
             self._here = InferenceWorker(work, "this process", self._note)
             self._here.load()
 
@@ -183,7 +179,7 @@ class UnitComputation:
 
     def _on_ray(self, units: Sequence[Unit]) -> Iterator[UnitReport]:
         from raytrain.execution.ray_private import free_by_node
-        from raytrain.infer.ray_data import measure_stages, run_units
+        from raytrain.infer.ray_data import run_units
 
         work, workers, machines = self._work, self._planned.workers, self._planned.target.machines
         gpus = 1 if machines.on_gpu else 0
@@ -197,9 +193,6 @@ class UnitComputation:
         with connected(self._address, num_cpus=count + 1, num_gpus=count * gpus, verbose=self._verbose) as cluster:
             if work.hosts:
                 work = replace(work, model=with_hosts(work.model, self._planned, loopback=cluster.local))
-            if self._planned.measures_stages:
-                times = measure_stages(work, self._planned.units[0], cpus=cpus, gpus=gpus, accelerator=kind)
-                work = self._with_stages(work, times)
             at_once = workers if self._address == "local" else 1  # the others may come later
 
             def told(started: Callable[[], int]) -> None:
@@ -211,15 +204,6 @@ class UnitComputation:
                 work, units, workers=workers, at_once=at_once, cpus=cpus, gpus=gpus, accelerator=kind, told=told
             )
             self.missing = nothing_missing
-
-    def _with_stages(self, work: Work, times: PartTimes) -> Work:
-        split = rebalanced(self._planned.target, self._planned.stages, times)
-        for stage in range(split.plan.stages):
-            self._say(f"stage {stage}: {split.plan.describe(stage)}")
-        self._say(f"balance: {split.balance}")
-        self.split = split
-        assert work.split is not None
-        return replace(work, split=replace(split, devices=work.split.devices))
 
 
 # ---------------------------------------------------------------- display

@@ -18,7 +18,6 @@ from raytrain.errors import InputError
 from raytrain.infer.model import InferenceModel
 from raytrain.infer.quantize import KEY as QUANTIZE
 from raytrain.infer.quantize import saved_bytes
-from raytrain.infer.stages.measure import LEAST_BATCHES, PartTimes
 from raytrain.infer.stages.partition import (
     KEY,
     MAP,
@@ -36,7 +35,7 @@ from raytrain.infer.stages.partition import (
 from raytrain.infer.stages.split import StageSplit, skeleton_of, stored_weights
 from raytrain.infer.stages.stage import check_weights, parts_of
 from raytrain.models.huggingface import read_config
-from raytrain.plan.choice import seconds_text, size_text
+from raytrain.plan.choice import size_text
 from raytrain.plan.expert_hosts import number_of_hosts
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 #: Tokens of a prompt that the estimate counts, where the model's context is not smaller.
 PROMPT_TOKENS = 512
 HALF = ("bf16", "fp16")
-#: What the plan says of stages whose parts are timed before the first unit.
-MEASURED = "by bytes, until the parts are timed before the first unit"
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ class StageChoice:
     split: StageSplit | None  # None for a whole copy in each worker
     memory: InferenceMemory | None  # the estimate of a whole copy, None where the sizes are not known
     limit: int | None  # bytes that a device may use, None where unknown
-    room: int | None = None  # bytes of weights that each device has room for, None where unknown
     int8: int | None = None  # bytes of a whole copy with int8 weights, where the model was divided for want of memory
 
     @property
@@ -100,31 +96,33 @@ def choose_stages(target: Target, *, rows: int) -> StageChoice:
             got = f"{infer.quantize} with {MAP if infer.stage_map else f'{KEY} {infer.stages}'}"
             raise InputError(QUANTIZE, got=got, expected="null, or one stage")
         return StageChoice(None, None, limit)
-    memory, room, int8 = memory_of(target, rows=rows), None, None
+    memory, int8, balance = memory_of(target, rows=rows), None, "by bytes"
     if infer.stage_map:
         if infer.stages not in ("auto", len(infer.stage_map)):
             got = f"{infer.stages} with a map of {len(infer.stage_map)} stages"
             raise InputError(KEY, got=got, expected=f"auto or {len(infer.stage_map)}")
         if infer.stage_policy != "auto":
             raise InputError(POLICY, got=f"{infer.stage_policy} beside {MAP}", expected="auto, or no map")
-        plan = mapped_stages(_parts(target), infer.stage_map)
+        plan, balance = mapped_stages(_parts(target), infer.stage_map), f"as {MAP} says"
     elif infer.stage_policy == "sequential" and limit is None and infer.stages != 1:
         raise InputError(
             POLICY, got="sequential without a known memory of a device", expected="cluster.memory_limit, or balanced"
         )
     elif isinstance(infer.stages, int) and infer.stages > 1:
-        plan, room = plan_stages(_parts(target), infer.stages, policy=infer.stage_policy, limit=limit), limit
+        plan = plan_stages(_parts(target), infer.stages, policy=infer.stage_policy, limit=limit)
     elif infer.stages == 1 or memory is None or limit is None or memory.total <= limit:
         return StageChoice(None, memory, limit)
     else:
         int8 = memory.total - saved_bytes(skeleton_of(target.model).module)
-        plan, room = _fewest(target, memory, limit, int8)
-    split = None if plan.stages == 1 else StageSplit(plan, _inflight(target, plan.stages))
-    return StageChoice(split, memory, limit, room, int8)
+        plan = _fewest(target, memory, limit, int8)
+    if infer.stage_policy == "sequential":
+        balance = f"filled one after another ({POLICY})"
+    split = None if plan.stages == 1 else StageSplit(plan, _inflight(target, plan.stages), balance=balance)
+    return StageChoice(split, memory, limit, int8)
 
 
-def _fewest(target: Target, memory: InferenceMemory, limit: int, int8: int) -> tuple[StagePlan, int]:
-    """The fewest stages of which each fits with its share of the caches, and the bytes of weights that fit each."""
+def _fewest(target: Target, memory: InferenceMemory, limit: int, int8: int) -> StagePlan:
+    """The fewest stages of which each fits with its share of the caches."""
     parts, gpus = _parts(target), len(target.machines.gpus)
 
     def room(stages: int) -> int:
@@ -133,13 +131,12 @@ def _fewest(target: Target, memory: InferenceMemory, limit: int, int8: int) -> t
 
     most = min(len(parts), gpus) if gpus else len(parts)
     try:
-        plan = fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
+        return fewest_stages(parts, room, most=most, policy=target.spec.infer.stage_policy)
     except InputError as error:
         text = f"{QUANTIZE}=int8 needs about {size_text(int8)} on one device"
         raise InputError(
             error.key, got=error.got, expected=error.expected, remedy=f"{error.remedy}; {text} of {size_text(limit)}"
         ) from error
-    return plan, room(plan.stages)
 
 
 def device_limit(target: Target) -> int | None:
@@ -184,39 +181,6 @@ def _inflight(target: Target, stages: int) -> int:
     """Batches in flight: two for each stage, so that one waits while another is computed."""
     wanted = target.spec.infer.inflight
     return wanted if isinstance(wanted, int) else 2 * stages
-
-
-# ---------------------------------------------------------------- balance by measured time
-
-
-def told_balance(target: Target, choice: StageChoice, *, batches: int) -> StageChoice:
-    """The choice that says by what its stages are balanced, `MEASURED` where that is still to be measured."""
-    infer, split = target.spec.infer, choice.split
-    if split is None:
-        return choice
-    balance = MEASURED
-    if infer.stage_map:
-        balance = f"as {MAP} says"
-    elif infer.stage_policy == "sequential":
-        balance = f"filled one after another ({POLICY})"
-    elif batches < LEAST_BATCHES:
-        balance = f"by bytes: {batches:,} batches are too few to measure the parts"
-    return replace(choice, split=replace(split, balance=balance))
-
-
-def rebalanced(target: Target, choice: StageChoice, times: PartTimes) -> StageSplit:
-    """The stages of which the slowest is as fast as possible, and none larger than its device has room for."""
-    split = choice.split
-    assert split is not None
-    if not times.seconds:
-        return replace(split, balance=f"by bytes: {times.reason}")
-    plan = plan_stages(
-        split.plan.parts, split.plan.stages, policy=target.spec.infer.stage_policy, limit=choice.room,
-        seconds=times.seconds,
-    )  # fmt: skip
-    found = replace(split, plan=plan, seconds=times.seconds, balance="by measured time")
-    each = ", ".join(seconds_text(seconds, digits=3) for seconds in found.stage_seconds)
-    return replace(found, balance=f"by measured time: a batch takes {each} (measured in {times.took_s:.1f} s)")
 
 
 # ---------------------------------------------------------------- hosts

@@ -13,8 +13,7 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from jobs.inference.layout import HOSTS_KEY as HOSTS
-from jobs.inference.layout import MEASURED as MEASURED_STAGES
-from jobs.inference.layout import HostChoice, StageChoice, choose_hosts, choose_stages, told_balance
+from jobs.inference.layout import HostChoice, StageChoice, choose_hosts, choose_stages
 from jobs.inference.target import Target
 from jobs.job.facts import absolute_path
 from raytrain.config.decode import encode
@@ -80,11 +79,6 @@ class InferencePlan:
     def processes(self) -> int:
         """Of each worker: itself with its hosts, or all stages of a replica."""
         return self.stages.stages + self.hosts.hosts
-
-    @property
-    def measures_stages(self) -> bool:
-        """Whether the parts of a divided model are timed before the first unit."""
-        return self.stages.split is not None and self.stages.split.balance == MEASURED_STAGES
 
     @property
     def job(self) -> str:
@@ -205,7 +199,6 @@ def _planned(
     if not isinstance(infer.unit_rows, int) and stages.stages > 1:
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
     units = units_of(rows.rows, size)
-    stages = told_balance(target, stages, batches=math.ceil(rows.rows / batch))
     each, key = stages.stages + hosts.hosts, HOSTS if hosts.hosts else STAGES
     workers = workers_of(target, len(units), inventory, stages=each, key=key)
     room = room_of(target, inventory, stages=each)

@@ -109,8 +109,8 @@ def check_list_sizes(schema: Any, takes: Mapping[str, int]) -> None:
             raise InputError(KEY, got=seen, expected=f"{wanted}, as the model takes")
 
 
-def wrong_width(error: BaseException, batch: Mapping[str, Any]) -> str:
-    """Why a batch failed, if a linear layer got another number of values than it takes; "" for any other error."""
+def wrong_width(error: BaseException, batch: Mapping[str, Any]) -> str | None:
+    """Why a batch failed, if a linear layer got another number of values than it takes; None for any other error."""
     trace = error.__traceback__
     while trace is not None:
         layer, x = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_locals.get("input")
@@ -122,7 +122,7 @@ def wrong_width(error: BaseException, batch: Mapping[str, Any]) -> str:
                 return f"a layer got {given} values, it takes {layer.in_features}"
             return mismatch(name, given, layer.in_features)
         trace = trace.tb_next
-    return ""
+    return None
 
 
 # ---------------------------------------------------------------- predictor
@@ -239,14 +239,14 @@ class RowPredictor(Predictor):
 
     def _answers(self, table: Any) -> list[Any]:
         """The answers of a batch. Raises RunError: a row has another number of values than the model takes."""
-        batch, wrong = self._batch(table), ""
+        batch, wrong = self._batch(table), None
         named: tuple[str, Tensor] | None = None
         try:
             with in_eval(self.module), self.autocast():
                 named = named_outputs(self.module, batch)
         except RuntimeError as error:
             wrong = wrong_width(error, batch)
-            if not wrong:
+            if wrong is None:
                 raise
         if named is None:  # no longer inside the handler: its frames hold the batch
             raise RunError(wrong)

@@ -19,7 +19,6 @@ from raytrain.errors import InputError, RaytrainError, RunError, StateLost, firs
 from raytrain.infer.input import Unit, UnitReport
 from raytrain.infer.output import WorkerProgress
 from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
-from raytrain.infer.stages.measure import PartTimes, measure_parts
 from raytrain.infer.worker import InferenceWorker, Work
 
 #: Actors in a row that may die in one unit, or while they start, as where a node is lost, and replicas in a row that
@@ -147,26 +146,6 @@ def _encoded(error: RaytrainError) -> str:
     if isinstance(error, InputError):
         return json.dumps({"wrong": [error.key, error.got, error.expected, error.remedy]})
     return json.dumps({"failed": str(error)})
-
-
-def measure_stages(work: Work, unit: Unit, *, cpus: float, gpus: float, accelerator: str | None = None) -> PartTimes:
-    """Time the parts of a divided model in a process of the cluster, as `measure_parts`."""
-    import ray
-    from ray.exceptions import RayTaskError, WorkerCrashedError
-
-    required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
-    measured = ray.remote(num_cpus=cpus, num_gpus=gpus, max_calls=1, max_retries=0, **required)(_measured_stages)
-    try:
-        return ray.get(measured.remote(work, unit))
-    except WorkerCrashedError:  # the job tells whether that happens again
-        return PartTimes(reason="the process that measured was killed")
-    except RayTaskError as error:
-        raise getattr(error, "cause", None) or error from None
-
-
-def _measured_stages(work: Work, unit: Unit) -> PartTimes:
-    import_from(work.import_path)
-    return measure_parts(work, unit)
 
 
 def run_units(

@@ -144,7 +144,7 @@ def stage_figures(split: StageSplit, reports: Sequence[UnitReport]) -> dict[str,
         "stages": [split.plan.describe(stage) for stage in range(split.plan.stages)], "bytes": split.plan.bytes,
         "busy": [seconds / max(total.wall_s, 1e-9) for seconds in total.busy_s], "bubble": total.bubble,
         "expected_bubble": total.expected_bubble(split.inflight), "passes": total.passes, "rounds": total.rounds,
-        "inflight": split.inflight, "balance": split.balance, "seconds": split.stage_seconds,
+        "inflight": split.inflight, "balance": split.balance,
     }  # fmt: skip
 
 

@@ -209,11 +209,7 @@ def test_replicas_of_two_stages_answer_as_the_whole_model_also_when_a_stage_is_k
     assert stages["expected_bubble"] == pytest.approx(1 / (stages["passes"] / stages["rounds"] + 1))
     assert "stages were busy" in split.text
     told = json.loads((tmp_path / "two/manifest.json").read_text())["stages"]
-    assert told["balance"].startswith("by measured time") and told["balance"] in split.text
-    assert list(told["part_seconds"]) == ["net.0", "net.2", "net.4"] and min(told["seconds"]) > 0
-    assert told["seconds"] == stages["seconds"] and sum(told["seconds"]) == pytest.approx(
-        sum(told["part_seconds"].values())
-    )
+    assert told["balance"] == stages["balance"] == "by bytes" and f"balance: {told['balance']}" in split.text
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from raytrain.config.messages import abbreviated, suggestion
@@ -60,17 +60,15 @@ class StagePlan:
 
 
 def plan_stages(
-    parts: Sequence[ModelPart], stages: int, *, policy: str = "auto", limit: int | None = None,
-    seconds: Sequence[float] | None = None,
-) -> StagePlan:  # fmt: skip
+    parts: Sequence[ModelPart], stages: int, *, policy: str = "auto", limit: int | None = None
+) -> StagePlan:
     """Divide parts over stages. Raises InputError: fewer parts than stages, or parts that do not fit the limit.
 
     Args:
-        policy: `balanced` (also `auto`) makes the slowest stage as fast as possible, or the largest as small as
-            possible where no times are known; `balanced_low_0` leaves the first stage what comes before the repeated
-            blocks and balances the rest; `sequential` fills each stage up to the limit before the next one.
+        policy: `balanced` (also `auto`) makes the largest stage as small as possible; `balanced_low_0` leaves the first
+            stage what comes before the repeated blocks and balances the rest; `sequential` fills each stage up to the
+            limit before the next one.
         limit: bytes of weights that a stage may hold.
-        seconds: measured, of each part.
     """
     if stages > len(parts):
         raise InputError(KEY, got=str(stages), expected=f"at most {len(parts)}, the parts of the model in order")
@@ -80,10 +78,10 @@ def plan_stages(
     elif policy == "balanced_low_0" and stages > 1:
         first = next((at for at, part in enumerate(parts) if part.repeated), 1)
         first = min(max(first, 1), len(parts) - stages + 1)
-        rest = _balanced(sizes[first:], stages - 1, None if seconds is None else seconds[first:], limit)
+        rest = _balanced(sizes[first:], stages - 1)
         bounds = [0, *(first + end for end in rest)]
     else:
-        bounds = _balanced(sizes, stages, seconds, limit)
+        bounds = _balanced(sizes, stages)
     plan = StagePlan(tuple(parts), tuple(bounds))
     if limit is not None and max(plan.bytes) > limit:
         at = plan.bytes.index(max(plan.bytes))
@@ -95,26 +93,15 @@ def plan_stages(
     return plan
 
 
-def _balanced(sizes: Sequence[int], stages: int, seconds: Sequence[float] | None, limit: int | None) -> list[int]:
-    """Bounds that minimise the largest cost of a stage, then the bytes of the largest; dynamic programming over cuts.
-
-    A stage above the limit costs more than any other, so that times never make one too large."""
-    count = len(sizes)
-    ends_b, ends_s = [0], [0.0]
-    for at in range(count):
-        ends_b.append(ends_b[-1] + sizes[at])
-        ends_s.append(ends_s[-1] + (0.0 if seconds is None else seconds[at]))
-
-    def cost(begin: int, end: int) -> tuple[bool, float, int]:
-        held = ends_b[end] - ends_b[begin]
-        return limit is not None and held > limit, ends_s[end] - ends_s[begin], held
-
-    best = [cost(0, end) for end in range(count + 1)]
+def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
+    """Bounds that make the largest stage as small as possible; dynamic programming over cuts."""
+    count, ends = len(sizes), [0, *accumulate(sizes)]
+    best = list(ends)
     cuts: list[list[int]] = []
     for stage in range(1, stages):
         found, chosen = list(best), [0] * (count + 1)
         for end in range(stage + 1, count + 1):
-            choices = [(max(best[cut], cost(cut, end)), cut) for cut in range(stage, end)]
+            choices = [(max(best[cut], ends[end] - ends[cut]), cut) for cut in range(stage, end)]
             found[end], chosen[end] = min(choices, key=lambda one: one[0])
         best, cuts = found, [*cuts, chosen]
     bounds = [count]

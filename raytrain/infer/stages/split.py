@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,14 +49,7 @@ class StageSplit:
     inflight: int  # batches of a replica that are computed at the same time
     # of the stages in one process; () where each stage is an actor, which sees its own device only
     devices: tuple[str, ...] = ()
-    balance: str = "bytes"  # what the stages were balanced by, and why
-    seconds: tuple[float, ...] = ()  # measured, of each part for a batch; () where the stages are not balanced by them
-
-    @property
-    def stage_seconds(self) -> list[float]:
-        """Measured seconds of each stage for a batch; empty where they are not known."""
-        bounds = pairwise(self.plan.bounds) if self.seconds else ()
-        return [sum(self.seconds[begin:end]) for begin, end in bounds]
+    balance: str = "by bytes"  # what the stages were balanced by
 
 
 def skeleton_of(model: InferenceModel) -> Trainable:

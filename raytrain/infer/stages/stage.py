@@ -396,7 +396,7 @@ class ModelStage:
     def _note(self, key: str, module: nn.Module, args: Any, output: Any) -> None:
         self._noted[key] = _structure(output)
 
-    def _skipped(self, key: str, layer: int | None, *args: Any, **kwargs: Any) -> Any:
+    def _skipped(self, key: str, layer: int | None, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a part that an earlier stage holds: the right structure, with values that are poison."""
         outputs = self._now.outputs
         structure = outputs.get(key)

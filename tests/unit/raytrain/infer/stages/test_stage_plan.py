@@ -1,4 +1,4 @@
-"""Which stage holds which parts: balanced by bytes or time, filled, by hand; and what is wrong with a map."""
+"""Which stage holds which parts: balanced by bytes, filled, by hand; and what is wrong with a map."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ def test_auto_is_balanced_and_two_other_policies_are_offered() -> None:
     filled = plan_stages(model, 4, policy="sequential", limit=350)
     assert filled.bytes == [340, 300, 201, 30]
     assert filled.bytes[0] > plan_stages(model, 4, limit=350).bytes[0]
-
-
-def test_measured_times_decide_where_they_are_known_and_never_above_the_limit() -> None:
-    model = parts(*(100,) * 6)
-    slow_end = [0.0, *(1.0,) * 6, 0.0, 4.0]
-    assert plan_stages(model, 2, seconds=slow_end).bounds == (0, 6, 9)
-    assert plan_stages(model, 2, seconds=slow_end, limit=450).bounds == (0, 5, 9)
 
 
 def test_the_fewest_stages_that_fit_are_taken_and_what_never_fits_is_refused() -> None:
