@@ -64,13 +64,9 @@ def batch_spec(
 ) -> dict[str, Any]:  # fmt: skip
     """The plot spec of a search over batch size and precision: throughput and peak memory by micro-batch size.
 
-    Args:
-        table: `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of
-            the kind.
-        sizes: all sizes that the search could try; a line connects only neighbours among them, so that it has a gap
-            where a size was not measured.
-        chosen: the chosen (precision, micro-batch size).
-        budget: bytes that a process may use.
+    `table` is `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of the
+    kind. A line connects only neighbours among the `sizes` that the search could try, so that it has a gap where a size
+    was not measured. `chosen` is (precision, micro-batch size), `budget` the bytes that a process may use.
     """
     precisions = list(dict.fromkeys(row["precision"] for row in table))
     speeds, peaks = [], []
