@@ -42,7 +42,7 @@ def whole_spec(
             lines.append(line(label, points, faint=row["trial"] != best))
     ended = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
     bars = [
-        line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
+        line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"], faint=False),
         line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
     ]
     chosen = next(row for row in rows if row["trial"] == best)
@@ -84,8 +84,8 @@ def batch_spec(
                     speed.append((None, None))
                 speed.append((x, y))
             intervals = [(row["micro_batch_size"], max(0.0, row["low"]), row["high"]) for row in timed]
-            speeds.append({**line(precision, speed), "hue": hue, "intervals": intervals})
-        peaks += [{**line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
+            speeds.append({**line(precision, speed, faint=False), "hue": hue, "intervals": intervals})
+        peaks += [{**line(f"{precision} measured", peak, faint=False), "hue": hue, "kind": "dot"}] if peak else []
         peaks += [{**line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
     chosen_row = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
     left = panel(
