@@ -85,10 +85,7 @@ def report(*paths: str | Path) -> list[Report]:
 
 
 def report_verb(paths: list[str]) -> int:
-    """Print the path of each page as soon as it is written, and below it what the records show to be wrong.
-
-    Args, Raises: as `report`.
-    """
+    """Print the path of each page as soon as it is written, and below it what the records show to be wrong."""
     for one in _reports(paths):
         folder = one.path.partition("/report/")[0]  # of a run, which its findings name
         findings = [text_from_here(line, folder) for line in one.findings]
@@ -116,15 +113,8 @@ def _reports(paths: list[str]) -> Iterator[Report]:
 
 
 def follow_run(paths: list[str]) -> int:
-    """Watch a run until it ends; returns its exit code. Ctrl-C ends the view, and the run continues.
-
-    Args:
-        paths: one run folder; none, or `latest`, means the newest run in `runs`.
-
-    Raises:
-        InputError: more than one, or not a run.
-        RunError: the run ended without a result.
-    """
+    """Watch the run of one path (none: `latest`) until it ends; returns its exit code. Ctrl-C ends the view, and the
+    run continues. Raises RunError if the run ended without a result."""
     if len(paths) > 1:
         raise InputError("--follow", got=f"{len(paths)} runs", expected="one run")
     run, console = _open(*paths or ["latest"]), Console(highlight=False)
@@ -151,7 +141,7 @@ class NewRows:
     """The rows of a JSONL file that were added since the last call.
 
     On a local path only the new part is read; a file that was replaced (rows after a checkpoint are removed at a
-    restart) is read again, and rows of steps that were shown are left out by the caller.
+    restart) is read again.
     """
 
     def __init__(self, run: RunFolder, name: str) -> None:

@@ -41,12 +41,7 @@ BEST_BUDGET = 0.1
 
 class CheckpointSaver(Saver):
     """Rank 0 snapshots and writes; the other ranks send the states of their random generators.
-
-    Args:
-        every: steps between checkpoints, or "auto" (from the measured stall).
-        keep: how many checkpoints to keep in addition to the best one.
-        fence: raises once a newer attempt has taken over.
-    """
+    `fence` raises once a newer attempt has taken over."""
 
     def __init__(
         self, session: Session, run: RunFolder, *, every: int | str, keep: int | Literal["all"], asynchronous: bool,

@@ -34,7 +34,7 @@ _PID, _EXIT_CODE = re.compile(r"^\s*pid: (\d+)$", re.MULTILINE), re.compile(r"\b
 #: Of a process that Ray's own memory monitor ended.
 _RAY_MEMORY = re.compile(r"NODE_OUT_OF_MEMORY|running low on memory|memory usage threshold")
 #: What a process itself writes last: Ray's handler of signals, Python's, and the C++ library.
-_LAST_WORDS = re.compile(
+_CRASH_LINE = re.compile(
     r"\*\*\* (?P<signal>SIG[A-Z]+) received|Fatal Python error: (?P<error>.+)|(?P<cpp>terminate called .+)"
 )
 
@@ -53,7 +53,7 @@ def words_of_death(rank: int, error: str, *, stderr: Callable[[int], str] | None
         return f"{who} was ended by Ray's memory monitor: its node was out of memory"
     if memory:
         return f"{who} ended unexpectedly, and the kernel killed a process out of memory meanwhile (OOM killer)"
-    last = _LAST_WORDS.search(stderr(pid)) if stderr is not None and pid else None
+    last = _CRASH_LINE.search(stderr(pid)) if stderr is not None and pid else None
     if last is not None:
         return f"{who} ended with {last['signal'] or last['error'] or last['cpp']}"
     if code := _EXIT_CODE.search(error):

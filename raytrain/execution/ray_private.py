@@ -199,12 +199,9 @@ def free_agent_port() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_look(*, meanwhile: Callable[[], object], daemons: Sequence[Any] = ()) -> Iterator[None]:
-    """Context manager in which `ray.init`, before it looks whether its node has started, calls `meanwhile`.
-
-    Args:
-        daemons: of the node. One that has ended by then raises a `ChildProcessError(exit code, text, name)` in
-            `ray.init`, which would look for its node until a time limit.
-    """
+    """Context manager in which `ray.init`, before it looks whether its node has started, calls `meanwhile`. One of the
+    `daemons` that has ended by then raises a `ChildProcessError(exit code, text, name)` in `ray.init`, which would look
+    for its node until a time limit."""
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_node(*given: Any) -> Any:
@@ -270,16 +267,13 @@ class InlineFunction:
 
 
 def trainer_class(*, local: bool) -> type[Any]:
-    """`TorchTrainer` without callbacks that are not needed, each of which starts a process.
+    """`TorchTrainer` without callbacks that are not needed, each of which starts a process; in a private cluster the
+    controller and the workers also use processes that Ray has started in advance. The plain `TorchTrainer` if Ray lacks
+    an overridden method.
 
-    The one that removes the placement group of a controller that died asks Ray's dashboard every second, and fails
+    The callback that removes the placement group of a controller that died asks Ray's dashboard every second, and fails
     noisily where there is none. It has nothing to remove: a driver that lost its controller leaves Ray (`ClusterLost`),
     and Ray then removes all groups of its job.
-
-    Args:
-        local: for a private cluster: the controller and the workers use processes that Ray has started in advance.
-
-    Returns the plain `TorchTrainer` if Ray lacks an overridden method.
     """
     from ray import cloudpickle
     from ray.train.torch import TorchTrainer

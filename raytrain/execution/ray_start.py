@@ -30,14 +30,11 @@ def start_ray(
 ) -> None:
     """Start a private cluster if the address is "local", else connect to a running one.
 
-    Args:
-        options: arguments of `ray.init`, those of `cluster.ray_runtime.PrivateRay` among them for a private cluster.
-        folder: of the private cluster.
-        imports: a module that this process needs next: it is imported while the daemons start.
+    `options` are those of `ray.init`, with those of `cluster.ray_runtime.PrivateRay` for a private cluster in `folder`.
+    The module `imports`, which this process needs next, is imported while the daemons start.
 
-    Raises:
-        InputError: the address cannot be reached, or something else than the head of a Ray cluster listens there.
-        RunError: the private cluster did not start, or the module cannot be imported.
+    Raises InputError if the address cannot be reached, or something else than the head of a Ray cluster listens there;
+    RunError if the private cluster did not start, or the module cannot be imported.
     """
     if re.fullmatch(r"[^/]+:\d+", address) and (problem := head_problem(address)):
         raise unreachable(address, problem, key=key)

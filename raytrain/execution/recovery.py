@@ -46,13 +46,9 @@ class RecoveryDecision:
 
 
 def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
-    """Decide what follows the newest of `faults`.
-
-    Args:
-        faults: the faults of this command, oldest first; for each failed attempt the first recorded one.
-        fallback: `precision.fallback`.
-        resumed_from: the step that each attempt of this command started from, oldest first, including the next one.
-    """
+    """Decide what follows the newest of the faults of this command, oldest first; for each failed attempt the first
+    recorded one. `resumed_from` are the steps that its attempts started from, the next one included; `fallback` is
+    `precision.fallback`."""
     if not faults:
         return RecoveryDecision("go_on", "no faults")
     decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from)
@@ -375,14 +371,9 @@ def take_attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -
 def agree_on_start(
     job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faults: list[Fault]
 ) -> AttemptStart:
-    """Rank 0 reads the run folder and decides, then all workers load the same checkpoint. Collective.
-
-    Args:
-        attempt, faults: used on rank 0 only.
-
-    Raises:
-        OSError: a checkpoint could not be read. That does not make it invalid, so no older one is used in its place.
-    """
+    """Rank 0 reads the run folder and decides, then all workers load the same checkpoint. Collective; `attempt` and
+    `faults` are used on rank 0 only. Raises OSError if a checkpoint could not be read: that does not make it invalid,
+    so no older one is used in its place."""
     message, loaded = None, None
     place = place_of(job, rank=workers.rank, world_size=workers.world_size)
     if workers.rank == 0:

@@ -133,11 +133,9 @@ class SilentReporter:
 class RankZeroReporter:
     """Writes metrics.jsonl, experts.jsonl and events.jsonl, calls observers, reports progress to the driver.
 
-    Args:
-        attempt: number of this attempt; the worker stops writing once the folder has a newer one.
-        report_progress: sends a progress mapping to the driver, at most twice a second; None without a driver.
-        print_epochs: a line about each epoch stays on the driver's terminal.
-        print_memory: and one about the memory of each other train row.
+    The worker stops writing once the folder has a newer attempt. `report_progress` sends a progress mapping to the
+    driver, at most twice a second; None without a driver. Printed are a line about each epoch (`print_epochs`) and one
+    about the memory of each other train row (`print_memory`).
     """
 
     def __init__(

@@ -29,11 +29,9 @@ class TelemetryThread:
 
     A sample that takes long delays none of the later ones; those that it leaves no time for are left out.
 
-    Args:
-        run: rows go to telemetry/<node>.jsonl of this folder.
-        gauges: publishes the rows; None without Ray.
-        warn: called with each warning, repeated ones included; in the thread.
-        tags: fields of the next row, such as the step, or None where no sample is due; called in the thread.
+    Rows go to telemetry/<node>.jsonl of the run folder and to `gauges`, where Ray runs. Called in the thread are `warn`
+    with each warning, repeated ones included, and `tags`, which returns fields of the next row, such as the step, or
+    None where no sample is due.
     """
 
     def __init__(

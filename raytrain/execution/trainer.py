@@ -90,9 +90,7 @@ def fit(
         storage: a directory for Ray's own state.
         least: workers with which an elastic run can continue; None: the planned number.
 
-    Raises:
-        RunError: Ray Train gave up, with its reason.
-        ClusterLost: a process of Ray died that Ray Train cannot do without.
+    Raises RunError if Ray Train gave up, and ClusterLost if a process of Ray died that it cannot do without.
     """
     on_gpu = job.planned("device") == "cuda"
     resources = worker_resources(job.plan, local=local)

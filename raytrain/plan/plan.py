@@ -139,14 +139,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What a plan is made from.
-
-    Attributes:
-        experts_hosts, experts_inflight: those keys of the section `experts`; hosts are None for a dense model.
-        model_facts, data_facts: None where only the run knows them.
-        share_out: what each holder of experts starts with; None where the sizes of the experts are unknown.
-        compile_missing: why the driver's machine cannot compile; None if it can.
-    """
+    """What a plan is made from."""
 
     data: DataConfig
     optim: OptimConfig
@@ -155,15 +148,15 @@ class PlanInputs:
     save: SaveConfig
     scale: ScaleConfig
     cluster: ClusterConfig
-    experts_hosts: Any
+    experts_hosts: Any  # None for a dense model
     experts_inflight: Any
     seed: int
     inventory: Inventory
-    model_facts: ModelFacts | None
+    model_facts: ModelFacts | None  # None where only the run knows them
     data_facts: DataFacts | None
     name: str = "run"
-    share_out: memory.ShareOut | None = None
-    compile_missing: str | None = None
+    share_out: memory.ShareOut | None = None  # None where the sizes of the experts are unknown
+    compile_missing: str | None = None  # why the driver's machine cannot compile
 
     @property
     def sharded(self) -> bool:

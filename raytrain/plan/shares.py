@@ -163,8 +163,8 @@ class ElasticWorkers:
         self._fits, self._since = workers, clock()
 
     def decide(self, *, room: int, waiting: bool) -> WorkersChange | None:
-        """The number to continue with, once the cluster has had room for it for a while. `room`: workers that fit what
-        is free; `waiting`: no worker has started, since there is no room for all of them; else all of them train."""
+        """The number to continue with, once the cluster has had room for it for a while: for `room` workers, where
+        `waiting` means that none has started, as there is no room for all of them."""
         fits = min(self._most, room if waiting else self._workers + room)
         changes = self._least <= fits < self._workers if waiting else fits > self._workers
         now = self._clock()

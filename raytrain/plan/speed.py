@@ -36,15 +36,9 @@ def choose_compile(
     on_gpu: bool = False,
 ) -> Choice | None:  # fmt: skip
     """The mode of torch.compile; "off" if these machines cannot compile, with a warning where a mode is configured.
-    None if it is configured off; `auto` is left to a measurement where one can be made.
-
-    Args:
-        missing: why the driver's machine cannot compile; None if it can, or if the plan is for other machines.
-        steps: steps of the full run, where they are known.
-
-    Raises:
-        InputError: the mode contradicts another key.
-    """
+    None if it is configured off; `auto` is left to a measurement where one can be made. `missing` says why the driver's
+    machine cannot compile, `steps` are those of the full run, where known. Raises InputError if the mode contradicts
+    another key."""
     if loop.compile == "off":
         return None
     sharded = strategy.value_or(None) == "fsdp"

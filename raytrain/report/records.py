@@ -97,10 +97,11 @@ def read_records(run: RunFolder) -> RunRecords:
     files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
     rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
     known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
+    alive = None
     try:
         alive = run.alive()
     except (OSError, ValueError, KeyError) as error:
-        alive = unreadable.append(f"attempts: {error!r}")
+        unreadable.append(f"attempts: {error!r}")
     return RunRecords(
         name=run.path.rstrip("/").rsplit("/", 1)[-1],
         path=run.path,

@@ -42,7 +42,7 @@ def whole_spec(
             lines.append(line(label, points, faint=row["trial"] != best))
     ended = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
     bars = [
-        line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
+        line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"], faint=False),
         line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
     ]
     chosen = next(row for row in rows if row["trial"] == best)
@@ -64,13 +64,9 @@ def batch_spec(
 ) -> dict[str, Any]:  # fmt: skip
     """The plot spec of a search over batch size and precision: throughput and peak memory by micro-batch size.
 
-    Args:
-        table: `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of
-            the kind.
-        sizes: all sizes that the search could try; a line connects only neighbours among them, so that it has a gap
-            where a size was not measured.
-        chosen: the chosen (precision, micro-batch size).
-        budget: bytes that a process may use.
+    `table` is `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of the
+    kind. A line connects only neighbours among the `sizes` that the search could try, so that it has a gap where a size
+    was not measured. `chosen` is (precision, micro-batch size), `budget` the bytes that a process may use.
     """
     precisions = list(dict.fromkeys(row["precision"] for row in table))
     speeds, peaks = [], []
@@ -88,8 +84,8 @@ def batch_spec(
                     speed.append((None, None))
                 speed.append((x, y))
             intervals = [(row["micro_batch_size"], max(0.0, row["low"]), row["high"]) for row in timed]
-            speeds.append({**line(precision, speed), "hue": hue, "intervals": intervals})
-        peaks += [{**line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
+            speeds.append({**line(precision, speed, faint=False), "hue": hue, "intervals": intervals})
+        peaks += [{**line(f"{precision} measured", peak, faint=False), "hue": hue, "kind": "dot"}] if peak else []
         peaks += [{**line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
     chosen_row = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
     left = panel(

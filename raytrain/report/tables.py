@@ -328,6 +328,11 @@ def _attempt(row: Row) -> tuple[str, str]:
     return text, cause_of(row) if (number(row.get("attempt")) or 1) > 1 else ""
 
 
+def _checkpoint(row: Row) -> tuple[str, str]:
+    text, stall = f"step {_whole(row, 'step'):,}", number(row.get("stall_s"))
+    return text if stall is None else f"{text}; training waited {seconds(stall)}", ""
+
+
 def _decision(row: Row) -> tuple[str, str]:
     if row.get("what") == "recovery":
         what, why = _RECOVERIES.get(str(row.get("value")), str(row.get("value"))), cause_of(row)
@@ -357,13 +362,9 @@ def _fault(row: Row) -> tuple[str, str]:
 
 
 _SENTENCES: dict[str, Callable[[Row], tuple[str, str]]] = {
-    "driver_start": _driver_start, "attempt": _attempt, "decision": _decision,
+    "driver_start": _driver_start, "attempt": _attempt, "checkpoint": _checkpoint, "decision": _decision,
     "fault": _fault,
     "driver_end": lambda row: (f"the command ended: {first_text(row, 'status')}, {first_text(row, 'reason')}", ""),
-    "checkpoint": lambda row: (
-        f"step {_whole(row, 'step'):,}"
-        + (f"; training waited {seconds(stall)}" if (stall := number(row.get("stall_s"))) is not None else ""), ""
-    ),
     "attempt_end": lambda row: (
         f"attempt {row.get('attempt')} ended at step {_whole(row, 'step'):,}: {first_text(row, 'outcome')}, "
         f"{first_text(row, 'reason')}", ""

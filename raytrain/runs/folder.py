@@ -144,13 +144,8 @@ class RunFolder(Attempts):
 
     @classmethod
     def create(cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None, latest: bool = True) -> Self:
-        """Creates `<save_dir>/<name>-<UTC stamp>`, owned by this process, and points `latest` to it.
-
-        Args:
-            job: the job as a mapping, kept as job.json for `--resume auto`.
-
-        Errors: InputError for a `save.dir` that cannot be written. No earlier run is touched.
-        """
+        """Creates `<save_dir>/<name>-<UTC stamp>`, owned by this process, and points `latest` to it. `job` is kept as
+        job.json for `--resume auto`. Raises InputError for a `save.dir` that cannot be written."""
         try:
             parent = open_store(save_dir)
             parent.make_dir("")
@@ -415,8 +410,7 @@ class MirroredFolder:
     directory, whose changed files are uploaded every `every_s` seconds and by `close`. An upload that fails is tried
     again by the next one; only `close` raises.
 
-    Args:
-        resumed: names of files whose earlier content is kept, if they exist: a resumed process appends to them.
+    The earlier content of files in `resumed` is kept, if they exist: a resumed process appends to them.
     """
 
     def __init__(self, run: RunFolder, name: str, *, resumed: tuple[str, ...] = (), every_s: float = UPLOAD_S) -> None:
