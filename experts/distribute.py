@@ -368,9 +368,10 @@ class RemoteExpertState(RemoteState):
         """
         parameter = next(self.module.parameters())
         dtype, device = parameter.dtype, parameter.device
-        shapes, room = self.client.shapes, room_on(device)
+        shapes = self.client.shapes
         need = dtype.itemsize * sum(shape.numel(expert) for shape in shapes for expert in range(shape.num_experts))
-        if self.client.member.rank == 0 and room is not None and need > room:
+        room = room_on(device) if self.client.member.rank == 0 else None
+        if room is not None and need > room:
             device = torch.device("cpu")
         for number, layer in enumerate(self.layers):
             weights = self.client.fetch(number)

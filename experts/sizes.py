@@ -47,13 +47,8 @@ KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
 
 
 def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int | None:
-    """Check the keys of the section against each other.
-
-    Args:
-        default: number of experts if no key gives one; None if only the builder knows.
-
-    Returns:
-        the number of experts per layer, or None.
+    """Check the keys of the section against each other. Returns the number of experts per layer: `default` if no key
+    gives one, None if only the builder knows.
 
     Raises:
         InputError: top_k exceeds the number of experts, the widths are not one per expert, or keys of a shared expert
@@ -63,27 +58,16 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
     if isinstance(experts.hidden, list):
         number = len(experts.hidden) if number is None else number
         if len(experts.hidden) != number:
-            raise InputError(
-                "experts.hidden",
-                got=f"{len(experts.hidden)} widths",
-                expected=f"one per expert, and experts.num_experts is {number}",
-            )
+            expected = f"one per expert, and experts.num_experts is {number}"
+            raise InputError("experts.hidden", got=f"{len(experts.hidden)} widths", expected=expected)
     number = default if number is None else number
     if number is not None and experts.top_k > number:
-        raise InputError(
-            "experts.top_k",
-            got=str(experts.top_k),
-            expected=f"at most experts.num_experts, {number}",
-            remedy="raise experts.num_experts or lower experts.top_k",
-        )
+        most, remedy = f"at most experts.num_experts, {number}", "raise experts.num_experts or lower experts.top_k"
+        raise InputError("experts.top_k", got=str(experts.top_k), expected=most, remedy=remedy)
     for key, value in (("shared_hidden", experts.shared_hidden), ("shared_gate", experts.shared_gate or None)):
         if value is not None and not experts.shared_expert:
-            raise InputError(
-                f"experts.{key}",
-                got=str(value).lower(),
-                expected="experts.shared_expert: true with it",
-                remedy="there is no shared expert",
-            )
+            expected, remedy = "experts.shared_expert: true with it", "there is no shared expert"
+            raise InputError(f"experts.{key}", got=str(value).lower(), expected=expected, remedy=remedy)
     _check_lifecycle(experts, number)
     return number
 
@@ -142,17 +126,13 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
         for key, (value, expected) in asked.items():
             if value not in (None, "auto", 0):
                 raise InputError(
-                    f"experts.{key}",
-                    got=f"{value if isinstance(value, int) else describe(value)} with {builder}",
+                    f"experts.{key}", got=f"{value if isinstance(value, int) else describe(value)} with {builder}",
                     expected=f"{expected}, as this model has no experts",
                     remedy="models with experts: experts.models:moe_gpt and experts.models:moe_mlp",
-                )
+                )  # fmt: skip
     if experts.lifecycle.enabled and builder not in LIFECYCLE_BUILDERS:
-        raise InputError(
-            "experts.lifecycle.max_experts",
-            got=f"{experts.lifecycle.max_experts} with {builder or 'a module'}",
-            expected=f"null, or a model of {' or '.join(LIFECYCLE_BUILDERS)}",
-        )
+        got, models = f"{experts.lifecycle.max_experts} with {builder or 'a module'}", " or ".join(LIFECYCLE_BUILDERS)
+        raise InputError("experts.lifecycle.max_experts", got=got, expected=f"null, or a model of {models}")
     idle = {
         "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
         "rebalance_every": (experts.rebalance_every, "null", "every worker holds all experts, so none can move"),
@@ -192,11 +172,8 @@ def check_moe_mlp(
 ) -> tuple[int, int]:
     """Check the keys of a `moe_mlp`; returns (features, classes). Raises SizeError and InputError."""
     if experts.capacity_factor is not None:
-        raise InputError(
-            "experts.capacity_factor",
-            got=str(experts.capacity_factor),
-            expected="null, since capacity is per sequence and moe_mlp has none",
-        )
+        expected = "null, since capacity is per sequence and moe_mlp has none"
+        raise InputError("experts.capacity_factor", got=str(experts.capacity_factor), expected=expected)
     if num_features is None:
         raise SizeError("num_features", got="null", expected="a number, as this source does not provide it")
     classes = 1 if num_classes is None else num_classes
@@ -342,9 +319,7 @@ EXPERT_BUILDERS = {
         ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0, "window": None}, _moe_gpt_facts
     ),
     "experts.models:moe_mlp": BuilderKeys(
-        (),
-        {"width": 128, "layers": 2, "num_features": None, "num_classes": None, "dropout": 0.0},
-        _moe_mlp_facts,
+        (), {"width": 128, "layers": 2, "num_features": None, "num_classes": None, "dropout": 0.0}, _moe_mlp_facts
     ),
 }
 

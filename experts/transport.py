@@ -492,15 +492,12 @@ class JointGroup:
                 self.abort(f"a member ran out of memory while it exchanged rows: {first_line(error)}")
                 raise
             abort_groups(self.groups)  # which wakes the members that wait for this one
-            raise Aborted(self._await_reason() or f"a member has exited: {first_line(error)}") from error
+            ends = time.monotonic() + (ABORT_REASON_TIMEOUT_S if self._watched else 0.0)
+            while not self._aborted and time.monotonic() < ends:
+                time.sleep(0.01)
+            raise Aborted(self._aborted or f"a member has exited: {first_line(error)}") from error
         finally:
             self.seconds += time.perf_counter() - began
-
-    def _await_reason(self) -> str:
-        ends = time.monotonic() + (ABORT_REASON_TIMEOUT_S if self._watched else 0.0)
-        while not self._aborted and time.monotonic() < ends:
-            time.sleep(0.01)
-        return self._aborted
 
 
 class Exchange:
@@ -554,9 +551,14 @@ def abort_groups(groups: Sequence[Any]) -> None:
     """
     kind: type = dist.ProcessGroupGloo
     for group in groups:
-        if isinstance(group, kind) and group.size() > 1:
-            # gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out,
-            # though, ends all of this member's calls in the group and closes its connections
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))
+        if isinstance(group, kind):
+            _abort_gloo(group)
     abort_nccl([group for group in groups if not isinstance(group, kind)])
+
+
+def _abort_gloo(group: Any) -> None:
+    """gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out, though, ends
+    all of this member's calls in the group and closes its connections."""
+    if group.size() > 1:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))

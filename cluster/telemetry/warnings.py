@@ -201,7 +201,10 @@ class MemoryWatch:
         title = f"{name} (pid {who})" if name else str(who)
         device = next((one for one in row["devices"] if one["device"] == who), row["devices"][0])
         free = (device["memory_total"] or 0) - (device["memory_used"] or 0)
-        others = self._other_rates(row["node"], who) if name else []
+        # the other processes of the node whose memory grows fill the same memory
+        tests = [test for (node, other), test in self._trends.items() if node == row["node"] and other != who]
+        grown = [growth(test.points) for test in tests if name]
+        others = [one.bytes_per_s for one in grown if one is not None]
         along = f", with that of {counted(len(others), 'other process', 'other processes')}," if others else ""
         full_s = free / (found.bytes_per_s + sum(others))
         left = f"; at this rate{along} memory is full in {_duration(full_s)}" if free > 0 else ""
@@ -217,11 +220,6 @@ class MemoryWatch:
         figures = {**rates, "seconds": found.seconds, "first": found.first, "last": found.last}
         figures |= {"pid": who} if name else {}
         return [MemoryWarning(f"growth {row['node']} {who}", "memory_growth", text, figures)]
-
-    def _other_rates(self, node: str, who: Any) -> list[float]:
-        """Bytes per second of the other processes of a node whose memory grows: they fill the same memory."""
-        tests = (test for (of, other), test in self._trends.items() if of == node and other != who)
-        return [found.bytes_per_s for test in tests if (found := growth(test.points)) is not None]
 
 
 def _duration(seconds: float) -> str:

@@ -246,12 +246,18 @@ class GenerationWatch:
     """
 
     def __init__(self, wait: Callable[[], str]) -> None:
-        self._wait = wait
         self._lock = threading.Lock()
         self._groups: list[Any] = []
         self._marks: list[Callable[[str], None]] = []
         self._reason: str | None = None
-        threading.Thread(target=self._watch, daemon=True, name="generation-watch").start()
+
+        def watch() -> None:
+            reason = wait()
+            with self._lock:
+                self._reason = reason
+            _abort(self._groups, self._marks, reason)
+
+        threading.Thread(target=watch, daemon=True, name="generation-watch").start()
 
     def reason(self) -> str | None:
         """Why the generation is over; None while it lives."""
@@ -265,12 +271,6 @@ class GenerationWatch:
             reason = self._reason
         if reason is not None:
             _abort(groups, marks, reason)
-
-    def _watch(self) -> None:
-        reason = self._wait()
-        with self._lock:
-            self._reason = reason
-        _abort(self._groups, self._marks, reason)
 
 
 def _abort(groups: Sequence[Any], marks: Sequence[Callable[[str], None]], reason: str) -> None:

@@ -81,13 +81,7 @@ class Lifecycle:
         Raises:
             InputError: the routers have other slots open than the table says, as weights of a run that grew do.
         """
-        self._check_open()
-        self._optimizers = optimizers
-        if self.local:
-            scale_steps(lambda: scaled_experts(self.slot, self.table), optimizers)
-
-    def _check_open(self) -> None:
-        """Weights have no table of experts; with one of a new model a birth would overwrite experts that are alive."""
+        # weights have no table of experts; with one of a new model a birth would overwrite experts that are alive
         for layer, router in enumerate(self.loads.routers):
             assert router.open_E is not None
             seen = router.open_E.nonzero().flatten().tolist()
@@ -98,6 +92,9 @@ class Lifecycle:
                     expected=f"experts in slots {expected}, as a run with these experts.num_experts starts",
                     remedy="go on with the run that they are of (--resume), or name one whose experts did not change",
                 )  # fmt: skip
+        self._optimizers = optimizers
+        if self.local:
+            scale_steps(lambda: scaled_experts(self.slot, self.table), optimizers)
 
     def slot(self, key: Key) -> tuple[GroupedExperts, int]:
         """(the stack that holds a slot in this process, its place in that)."""

@@ -262,7 +262,11 @@ class LocalSearch:
         best, kept = self.now, _copy(self.layout.copies)
         while self.budget > 0 and best.level > self.enough:
             for _ in range(KICK):
-                self._exchange_any(draw)
+                copies = self.layout.copies
+                a, b = draw.randrange(len(copies)), draw.randrange(len(copies))
+                g, h = draw.choice(copies[a]), draw.choice(copies[b])
+                if a != b and g not in copies[b] and h not in copies[a]:
+                    self.layout.apply([(a, _swap(copies[a], g, h)), (b, _swap(copies[b], h, g))])
             self.now = self._evaluate()
             self.climb()
             if self.now.level < best.level * (1 - WORTH):
@@ -303,13 +307,6 @@ class LocalSearch:
 
     def _spread(self, split: WorkSplit) -> float:
         return sum(load * load / speed for load, speed in zip(split.loads, self.task.speeds, strict=True))
-
-    def _exchange_any(self, draw: random.Random) -> None:
-        copies = self.layout.copies
-        a, b = draw.randrange(len(copies)), draw.randrange(len(copies))
-        g, h = draw.choice(copies[a]), draw.choice(copies[b])
-        if a != b and g not in copies[b] and h not in copies[a]:
-            self.layout.apply([(a, _swap(copies[a], g, h)), (b, _swap(copies[b], h, g))])
 
     def _candidates(self) -> Iterator[tuple[float, Change]]:
         """(estimated time of the slower of the two hosts, change); the estimate leaves all other parts unchanged."""

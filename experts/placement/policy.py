@@ -172,22 +172,20 @@ def _refuse_too_large(hosts: Sequence[HostSpec], costs: Costs) -> None:
         for expert, cost in enumerate(row):
             if cost.home_bytes > (largest.memory_bytes or 0):
                 raise InputError(
-                    "experts.hosts",
-                    got=f"layer {layer} expert {expert} of {cost.home_bytes} bytes",
+                    "experts.hosts", got=f"layer {layer} expert {expert} of {cost.home_bytes} bytes",
                     expected=f"at most the {largest.memory_bytes} bytes of the largest, {largest.title}",
                     remedy="hosts with more memory, or smaller experts (experts.hidden)",
-                )
+                )  # fmt: skip
 
 
 def _overfull(hosts: Sequence[HostSpec], costs: Costs) -> InputError:
     need = sum(cost.home_bytes for row in costs for cost in row)
     there = [host.memory_bytes for host in hosts if host.memory_bytes is not None]
     return InputError(
-        "experts.hosts",
-        got=f"{len(hosts)} hosts of {sum(there)} bytes together",
+        "experts.hosts", got=f"{len(hosts)} hosts of {sum(there)} bytes together",
         expected=f"room for the {need} bytes of all experts at home",
         remedy="more hosts, or fewer experts (experts.num_experts)",
-    )
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- starting
@@ -244,13 +242,10 @@ def starting_placement(rules: PlacementRules, shapes: Sequence[LayerShape], host
 
 
 def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> Placement:
-    """Place experts whose load is unknown.
+    """Place experts whose load is unknown. Raises InputError: the hosts cannot hold them.
 
     Equal hosts and experts without replicas get `first_placement`; otherwise the policy decides, as if every expert got
     equally many rows.
-
-    Raises:
-        InputError: the hosts cannot hold the experts.
     """
     if rules.living is not None and any(len(row) > rules.living for row in costs):
         return _with_empty_slots(rules, costs, hosts, living=rules.living)

@@ -26,6 +26,8 @@ BYTES = 4 * sum(shape.numel(expert) for shape in SHAPES for expert in range(3))
 class Client:
     """A worker's end of the exchange with hosts, which send weights of `SHAPES`."""
 
+    discard = end_passes = shortages = begin_save = None
+
     def __init__(self, rank: int) -> None:
         self.member = SimpleNamespace(rank=rank, note="", workers_group=None, deaths=[])
         self.interleaver, self.shapes, self.fetched, self.ended = None, SHAPES, list[int](), False
