@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 CLUSTER = "RAYTRAIN_TORCHRUN_CLUSTER"
 """The variable that says where the cluster of the nodes is; the key `cluster.address` would stay in the run."""
 LOOK_EVERY_S = 0.5
-JOIN_LIMIT_S = (
-    300.0  # all nodes have met at torchrun's rendezvous when its processes start: what remains is Ray's start
-)
+JOIN_LIMIT_S = 300.0  # all nodes have met at torchrun's rendezvous: what remains is to start Ray
 LEAVE_LIMIT_S = 15.0  # for the other nodes to leave the cluster after the end of the command, and for Ray's daemons
 TORCHRUNS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
@@ -90,7 +88,7 @@ def print_commands(given: Mapping[str, Any], arguments: Sequence[str], spec: Job
 
 
 def check_launched(spec: JobSpec, *, processes: int) -> None:
-    """Raise InputError if a job has another number of workers than torchrun has processes, or names a cluster."""
+    """Refuse a job that has another number of workers than torchrun has processes, or names a cluster."""
     if spec.cluster.address is not None:
         raise InputError(
             "cluster.address", got=spec.cluster.address, expected="null: the processes of torchrun form a cluster",

@@ -81,7 +81,7 @@ class Perceptron:
         torch.manual_seed(seed)
         self.module = nn.Sequential(nn.Linear(values, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)).to(DEVICE)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
-        self._losses: list[Tensor] = []
+        self.losses: list[float] = []
 
     def step(self, batch: dict[str, Any]) -> None:
         """One step on a batch on the device; waits for the device, so that the time covers the whole step."""
@@ -89,12 +89,8 @@ class Perceptron:
         loss = nn.functional.cross_entropy(self.module(batch["x"]), batch["labels"])
         loss.backward()
         self.optimizer.step()
-        self._losses.append(loss.detach())
+        self.losses.append(loss.item())
         synchronize()
-
-    @property
-    def losses(self) -> list[float]:
-        return [float(loss) for loss in self._losses]
 
 
 def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.ndarray]]:

@@ -319,25 +319,12 @@ def train_job(
         claimed: the number that the driver took for the next attempt, if that is not the first.
         connection: how a builder reaches the expert hosts, if there are some.
     """
+    sections = ("seed", "model", "data", "optim", "precision", "loop", "save", "retry", "cluster")
+    telemetry = spec.telemetry
     return TrainJob(
-        seed=spec.seed,
-        model=spec.model,
-        data=spec.data,
-        optim=spec.optim,
-        precision=spec.precision,
-        loop=spec.loop,
-        save=spec.save,
-        retry=spec.retry,
-        observers=list(spec.telemetry.observers),
-        tensorboard=spec.telemetry.tensorboard,
-        plan=plan,
-        run_path=run.path,
-        import_path=os.getcwd(),
-        owner=this_process(),
-        first_attempt=attempt,
+        **{name: getattr(spec, name) for name in sections},
+        observers=list(telemetry.observers), tensorboard=telemetry.tensorboard, telemetry_every=telemetry.every,
+        log_memory=telemetry.log_memory, plan=plan, run_path=run.path, import_path=os.getcwd(), owner=this_process(),
+        first_attempt=attempt, claimed_attempt=claimed or attempt,
         builder_sections={"experts": spec.experts.connected(connection)},
-        claimed_attempt=claimed or attempt,
-        cluster=spec.cluster,
-        telemetry_every=spec.telemetry.every,
-        log_memory=spec.telemetry.log_memory,
-    )
+    )  # fmt: skip

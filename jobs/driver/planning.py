@@ -11,8 +11,7 @@ from cluster.devices.inventory import Inventory, installed_torch, local_inventor
 from experts.sizes import check_room, idle_keys, shared_out
 from jobs.job.facts import (
     configured_hosts,
-    facts_of_data,
-    facts_of_model,
+    formula_facts,
     resolved,
     shapes_of_data,
     uses_hosts,
@@ -20,6 +19,7 @@ from jobs.job.facts import (
 )
 from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.decode import encode
+from raytrain.models.huggingface import folder_facts
 from raytrain.plan.choice import Resolved
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.facts import DataFacts, ModelFacts
@@ -58,9 +58,14 @@ def plan_job(
         checked = check_on_driver(spec)
         model_facts, data_facts = checked.model_facts, checked.data_facts
         unchecked, split = [checked.note] if checked.note is not None else [], checked.first.split
-    data_facts = data_facts or facts_of_data(spec)
+    if data_facts is None:  # without reading all of it; None if it must be opened to know them
+        from raytrain.data.sources.open import check_label, describe_source
+
+        check_label(spec.data, builder=spec.model.builder)
+        data_facts = describe_source(spec.data, context=spec.model.keys.get("context"))
     machines = inventory or local_inventory()
-    sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
+    sized = model_facts or formula_facts(spec, shapes_of_data(spec, data_facts))
+    sized = sized or folder_facts(spec.model.builder, spec.model.keys)
     asked = configured_hosts(spec)
     keeps = hosts_of_run not in (None, "none") and asked == "auto"
     scale = spec.scale if workers is None else spec.scale.model_copy(update={"workers": workers.value})

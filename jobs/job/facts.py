@@ -36,14 +36,6 @@ from raytrain.runs.storage import typed_path
 # What is known about a job's model and data without torch: sizes by formula and from headers, use of experts.
 
 
-def facts_of_data(spec: JobSpec) -> DataFacts | None:
-    """Sizes of the data without reading all of it; None if the data must be opened to know them."""
-    from raytrain.data.sources.open import check_label, describe_source
-
-    check_label(spec.data, builder=spec.model.builder)
-    return describe_source(spec.data, context=spec.model.keys.get("context"))
-
-
 def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
     """The facts of the data that a builder may take (vocab_size, ...), as far as known without opening the data."""
     from raytrain.data.sources.open import describe_shapes
@@ -63,13 +55,6 @@ def formula_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None
     if builder is None:
         return None
     return model_facts(builder, keys, shapes) or expert_facts(builder, keys, shapes, spec.experts)
-
-
-def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in model by formula, or of a Hugging Face model from the headers of its files."""
-    from raytrain.models.huggingface import folder_facts
-
-    return formula_facts(spec, shapes) or folder_facts(spec.model.builder, spec.model.keys)
 
 
 def configured_hosts(spec: JobSpec) -> Any:
