@@ -198,7 +198,7 @@ class BufferSync:
         if not held:
             return []
         data = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in held.values())
-        rows = self._workers.all_gather_object([zlib.crc32(one.numpy()) for one in data])
+        rows = self._workers.all_gather_object([zlib.crc32(one.numpy().tobytes()) for one in data])
         different = [name for name, sums in zip(held, zip(*rows, strict=True), strict=True) if len(set(sums)) > 1]
         self._workers.broadcast([held[name] for name in different])
         found = [name for name in different if not self._is_recorded(name) and name not in self.each_step]
