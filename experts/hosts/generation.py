@@ -254,8 +254,8 @@ class GenerationWatch:
         def watch() -> None:
             reason = wait()
             with self._lock:
-                self._reason = reason
-            _abort(self._groups, self._marks, reason)
+                self._reason, groups, marks = reason, list(self._groups), list(self._marks)
+            _abort(groups, marks, reason)
 
         threading.Thread(target=watch, daemon=True, name="generation-watch").start()
 
