@@ -17,7 +17,7 @@ from cluster.devices.limits import cpu_description, usable_cores
 from experts.config import LayerShape
 from experts.member.commit import VoteResult
 from experts.placement.policy import PlacementRules
-from experts.placement.rebalance import RebalanceDecision, action_of, changed_shares, decide, instalments, predict
+from experts.placement.rebalance import RebalanceDecision, action_of, changed_shares, decide, predict, split_moves
 from experts.placement.values import Costs, HostSpec, Placement
 from raytrain.runs.folder import RunFolder
 from raytrain.train.compute.rates import product_flops
@@ -94,7 +94,7 @@ def recorded_speeds(run_path: str) -> dict[str, float]:
 INTERVALS = 4
 #: Assumed rate of the first move: packing, digests and unpacking, in seconds of one host.
 FIRST_BYTES_PER_S = 2e8
-#: Share of a step's time that one instalment may take, ...
+#: Share of a step's time that the moves of one vote may take, ...
 SHARE_OF_STEP = 0.3
 #: ... and the bytes that it may always move.
 LEAST_BYTES = 1 << 20
@@ -179,7 +179,7 @@ class LoadRebalancer:
         """The placement to announce with the vote on `step`, None for none."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._queue_instalments()
+            self._queue_moves()
         if self._announced is not None or not self._queue or self._placement is None:
             return None
         self._announced = step, self._placement, self._queue.pop(0)
@@ -231,8 +231,8 @@ class LoadRebalancer:
         self._thread = threading.Thread(target=run, daemon=True, name="placement")
         self._thread.start()
 
-    def _queue_instalments(self) -> None:
-        """Record the decision, and queue its instalments."""
+    def _queue_moves(self) -> None:
+        """Record the decision, and queue its moves."""
         if self._error is not None:
             raise self._error
         proposal, self._proposal = self._proposal, None
@@ -240,7 +240,7 @@ class LoadRebalancer:
         found = proposal.decision
         if found.action != "keep" and proposal.placement is self._placement:
             budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
-            self._queue = instalments(proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
+            self._queue = split_moves(proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
         row = {
             "what": "placement", "value": found.action, "step": proposal.step, "reason": found.reason,
             "bytes": found.bytes, "gain": found.gain, "seconds": proposal.seconds, "instalments": len(self._queue),

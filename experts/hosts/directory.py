@@ -75,7 +75,7 @@ class ExpertDirectory:
         self._waiting: dict[int, set[int]] = {}
         """Generation -> ranks of the workers that have asked to join it."""
         self._generation = 0
-        self._gangs: list[int] = []
+        self._worker_groups: list[int] = []
         self._lost: dict[int, str] = {}
         self._joined: dict[int, GenerationSpec] = {}
         self._refused: dict[int, RaytrainError] = {}
@@ -227,13 +227,13 @@ class ExpertDirectory:
     # -- generations --------------------------------------------------------------------------------------
 
     def join(
-        self, *, gang: int, rank: int, workers: int, shapes: list[LayerShape], rules: PlacementRules
+        self, *, worker_group: int, rank: int, workers: int, shapes: list[LayerShape], rules: PlacementRules
     ) -> GenerationSpec:
-        """Let a worker join the next generation; returns when all workers of its gang have joined.
+        """Let a worker join the next generation; returns when all workers of its group have joined.
 
         Args:
-            gang: a number that all workers started together by Ray share. After a restart, calls of the old workers may
-                still arrive; they are refused.
+            worker_group: a number that all workers started together by Ray share. After a restart, calls of the old
+                workers may still arrive; they are refused.
 
         Raises:
             RunError: workers did not join in time or were replaced by others, or no host is ready.
@@ -241,7 +241,7 @@ class ExpertDirectory:
         """
         ends = time.monotonic() + JOIN_S
         with self._lock:
-            generation = self._open(gang)
+            generation = self._open(worker_group)
             ranks = self._waiting[generation]
             ranks.add(rank)
             if len(ranks) == workers:
@@ -261,13 +261,13 @@ class ExpertDirectory:
                 self._lock.wait(timeout=1.0)
             return self._joined[generation]
 
-    def _open(self, gang: int) -> int:
-        """The generation that this gang joins: a new one if the last has started, has ended, or was another gang's."""
-        if gang in self._gangs[:-1]:
+    def _open(self, worker_group: int) -> int:
+        """The generation that this group joins: a new one if the last has started, has ended, or was another's."""
+        if worker_group in self._worker_groups[:-1]:
             raise RunError("these workers were replaced by others")
-        newcomers = gang not in self._gangs
+        newcomers = worker_group not in self._worker_groups
         if newcomers:
-            self._gangs.append(gang)
+            self._worker_groups.append(worker_group)
         if newcomers or self._generation in self._joined or self._generation in self._lost:
             if self._generation and self._generation not in self._lost:
                 self._end_locked("the workers were restarted")

@@ -254,8 +254,8 @@ class GenerationWatch:
         def watch() -> None:
             reason = wait()
             with self._lock:
-                self._reason = reason
-            _abort(self._groups, self._marks, reason)
+                self._reason, groups, marks = reason, list(self._groups), list(self._marks)
+            _abort(groups, marks, reason)
 
         threading.Thread(target=watch, daemon=True, name="generation-watch").start()
 
@@ -308,7 +308,9 @@ def join_directory(
 ) -> tuple[Any, Membership]:
     """Join the next generation of a directory as one of its workers; see `Connection.join`."""
     try:
-        request = directory.join.remote(gang=gang_number(), rank=rank, workers=workers, shapes=shapes, rules=rules)
+        request = directory.join.remote(
+            worker_group=group_number(), rank=rank, workers=workers, shapes=shapes, rules=rules
+        )
         spec: GenerationSpec = ray.get(request)  # pyright: ignore[reportAssignmentType]
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, RaytrainError) else error) from None
@@ -331,7 +333,7 @@ def join_directory(
 
 
 @cache
-def gang_number() -> int:
+def group_number() -> int:
     """A random number that all workers started together share for the life of their processes; rank 0 draws it."""
     drawn = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     if dist.is_initialized():

@@ -286,38 +286,36 @@ class ExpertShard:
         Returns:
             (R, D) in the same order.
         """
+        return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
+
+    def _forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
         half = rows.dtype in (torch.bfloat16, torch.float16) and self.dtype == torch.float32
-
-        def compute() -> Tensor:
-            x = by_slot(rows, sources)
-            counts = [sum(column) for column in zip(*sources, strict=True)]
-            with (
-                torch.set_grad_enabled(keep),
-                torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half),
-                # tensors of its own: where experts are colocated, an outer block under activation checkpointing would
-                # otherwise count what this graph saves
-                torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-            ):
-                x = x.detach().requires_grad_(keep)
-                y = self.layers[layer].forward(x, counts) if counts else x
-            if keep:
-                self._kept[layer, micro_batch] = (x, y)
-            return by_source(y.detach(), sources)
-
-        return self._unless_dropped(rows, compute)
+        x = by_slot(rows, sources)
+        counts = [sum(column) for column in zip(*sources, strict=True)]
+        with (
+            torch.set_grad_enabled(keep),
+            torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half),
+            # tensors of its own: where experts are colocated, an outer block under activation checkpointing would
+            # otherwise count what this graph saves
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        ):
+            x = x.detach().requires_grad_(keep)
+            y = self.layers[layer].forward(x, counts) if counts else x
+        if keep:
+            self._kept[layer, micro_batch] = (x, y)
+        return by_source(y.detach(), sources)
 
     def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         """Return the gradients of the inputs; accumulates those of the weights. Arguments as `forward`."""
+        return self._unless_dropped(grads, lambda: self._backward(layer, micro_batch, grads, sources))
 
-        def compute() -> Tensor:
-            self.used.add(layer)
-            x, y = self._kept.pop((layer, micro_batch))
-            if y is not x:
-                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
-            inner = torch.zeros_like(x) if x.grad is None else x.grad
-            return by_source(inner, sources)
-
-        return self._unless_dropped(grads, compute)
+    def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
+        self.used.add(layer)
+        x, y = self._kept.pop((layer, micro_batch))
+        if y is not x:
+            torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
+        inner = torch.zeros_like(x) if x.grad is None else x.grad
+        return by_source(inner, sources)
 
     def _unless_dropped(self, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Return the result of `compute`; from the first shortage of any member on, the rows unchanged."""

@@ -167,13 +167,13 @@ def changed_shares(before: Placement, after: Placement) -> list[list[Any]]:
     return found
 
 
-def instalments(
+def split_moves(
     current: Placement, target: Placement, costs: Costs, *, hosts: Sequence[HostSpec], budget: int
 ) -> list[Placement]:
     """Split the change from `current` to `target` into placements that each move homes of at most `budget` bytes.
 
-    An expert larger than that moves alone. Replicas, which need no move, change with the last instalment. Intermediate
-    placements fit the memory of the hosts; experts that would exceed it move with the last instalment.
+    An expert larger than that moves alone. Replicas, which need no move, change with the last placement. Intermediate
+    placements fit the memory of the hosts; experts that would exceed it move with the last placement.
     """
     found, at, moved = [], current, 0
     for (layer, expert), _, _ in current.home_moves(target):

@@ -67,5 +67,5 @@ def test_memory_released_for_rows_is_given_back_before_the_second_attempt(monkey
     monkeypatch.setattr(module, "run_or_shortage", lambda *_given, **_more: Shortage("expert host 0", "out"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty cache"))
     monkeypatch.setattr(torch, "empty", lambda size, **_more: (happened.append("allocate"), empty(size))[1])
-    host._receive(SimpleNamespace(width=1, payload_dtype=torch.float32), [[2]])
+    host._receive(SimpleNamespace(width=1, dtype=0), [[2]])
     assert happened == ["release", "empty cache", "allocate", "begin 1", "wait 1"]

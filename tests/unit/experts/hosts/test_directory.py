@@ -129,13 +129,15 @@ class Directory(ExpertDirectory):
         self.made.append(Host(number, starts=number not in self._fails, starting=self.starting))
         return self.made[-1]
 
-    def joined_by(self, gang: int, *, workers: int = 2) -> list[Any]:
-        """What each worker of a gang gets: its generation, or the error."""
+    def joined_by(self, group: int, *, workers: int = 2) -> list[Any]:
+        """What each worker of a group gets: its generation, or the error."""
         found: list[Any] = [None] * workers
 
         def join(rank: int) -> None:
             try:
-                found[rank] = self.join(gang=gang, rank=rank, workers=workers, shapes=SHAPES, rules=PlacementRules())
+                found[rank] = self.join(
+                    worker_group=group, rank=rank, workers=workers, shapes=SHAPES, rules=PlacementRules()
+                )
             except RunError as error:
                 found[rank] = error
 
@@ -186,16 +188,16 @@ def test_one_host_that_fails_once_is_started_again() -> None:
 
 def test_a_worker_group_that_ray_replaced_gets_a_generation_of_its_own() -> None:
     directory = Directory()
-    first, _ = directory.joined_by(gang=11)
+    first, _ = directory.joined_by(group=11)
     assert first.number == 1
-    again, other = directory.joined_by(gang=22)
+    again, other = directory.joined_by(group=22)
     assert again.number == other.number == 2 and again.placement == first.placement
     assert directory.ended(1) == "the workers were restarted"
     assert all(host.aborted == [(1, "the workers were restarted")] for host in directory.made)
     assert all([number for number, _ in host.joined] == [1, 2] for host in directory.made)
-    late = directory.joined_by(gang=11)
+    late = directory.joined_by(group=11)
     assert all("replaced by others" in str(error) for error in late), "a call of the old workers that arrives late"
-    third, _ = directory.joined_by(gang=22)
+    third, _ = directory.joined_by(group=22)
     assert third.number == 3, "the same workers after a rewind"
 
 
@@ -205,25 +207,25 @@ def test_workers_that_are_replaced_while_they_join_are_not_mixed_with_the_new_on
 
     def joins() -> None:
         try:
-            directory.join(gang=11, rank=0, workers=2, shapes=SHAPES, rules=PlacementRules())
+            directory.join(worker_group=11, rank=0, workers=2, shapes=SHAPES, rules=PlacementRules())
         except StateLost as error:
             old.append(error)
 
     thread = threading.Thread(target=joins, daemon=True)
     thread.start()
-    while not directory._gangs:
+    while not directory._worker_groups:
         threading.Event().wait(0.01)
-    one, two = directory.joined_by(gang=22)
+    one, two = directory.joined_by(group=22)
     thread.join(LIMIT_S)
     assert one.number == two.number == 2 and "restarted" in str(old[0])
 
 
 def test_a_host_that_does_not_respond_is_reported_then_replaced() -> None:
     directory = Directory()
-    directory.joined_by(gang=1)
+    directory.joined_by(group=1)
     directory.made[1].silent.set()
     assert directory.ended(1).startswith("expert host 1 did not respond (no response for ")
-    spec, _ = directory.joined_by(gang=1)
+    spec, _ = directory.joined_by(group=1)
     (death,) = spec.deaths
     assert (death.who, death.pid, death.silent) == ("expert host 1", 2, True)
     assert directory.made[1].dead.is_set() and len(directory.made) == 3, "ended, and replaced once"
@@ -236,10 +238,10 @@ def test_a_host_that_does_not_respond_is_reported_then_replaced() -> None:
 def test_a_replacement_that_dies_with_its_host_is_one_death() -> None:
     """Such as a spare on the node that was lost: users would read of two deaths of one host."""
     directory = Directory(fails=frozenset({3}))
-    directory.joined_by(gang=1)
+    directory.joined_by(group=1)
     directory.made[1].dead.set()
     assert directory.ended(1).startswith("expert host 1 died")
-    spec, _ = directory.joined_by(gang=1)
+    spec, _ = directory.joined_by(group=1)
     assert [(death.who, death.pid) for death in spec.deaths] == [("expert host 1", 2)]
     assert len(directory.made) == 4 and directory.report()[0] == {0: "id of 1", 1: "id of 4"}
 
@@ -257,28 +259,28 @@ def moved(placement: Placement, version: int) -> Placement:
 def test_after_experts_have_moved_a_new_host_takes_the_place_of_the_one_that_died(hosts: int) -> None:
     """With what that held then, and not at the start of the run."""
     directory = Directory(hosts)
-    first, _ = directory.joined_by(gang=1)
+    first, _ = directory.joined_by(group=1)
     now = moved(first.placement, 2)
     assert now.layers != first.placement.layers
     directory.switched(1, now)
     directory.made[-1].dead.set()
     assert directory.ended(1).startswith(f"expert host {hosts - 1} died")
-    again, _ = directory.joined_by(gang=1)
+    again, _ = directory.joined_by(group=1)
     assert again.placement == now and again.hosts == hosts and again.note == ""
     directory.switched(1, first.placement)  # of a generation that is over: it arrives late
-    third, _ = directory.joined_by(gang=2)
+    third, _ = directory.joined_by(group=2)
     assert third.number == 3 and third.placement == now
 
 
 def test_after_experts_have_moved_survivors_keep_what_they_have_then() -> None:
     """Where no other takes its place."""
     directory = Directory(4, wait_s=0.0)
-    first, _ = directory.joined_by(gang=1)
+    first, _ = directory.joined_by(group=1)
     now = moved(first.placement, 2)
     directory.switched(1, now)
     directory.made[1].dead.set()
     directory.ended(1)
-    three, _ = directory.joined_by(gang=1)
+    three, _ = directory.joined_by(group=1)
     ranks = {0: 0, 2: 1, 3: 2}  # place -> rank in the generation
     assert three.hosts == three.placement.num_hosts == 3 and "3 of 4 hosts hold all experts" in three.note
     for expert in range(len(SHAPES[0].hidden_E)):
@@ -289,12 +291,12 @@ def test_after_experts_have_moved_survivors_keep_what_they_have_then() -> None:
 def test_a_host_that_comes_late_while_others_are_lost_begins_anew_with_them() -> None:
     """No survivor of the last generation alone: its placement says nothing of the host that has come."""
     directory = Directory(4)
-    directory.joined_by(gang=1)
+    directory.joined_by(group=1)
     directory._host_wait_s = 0.05
     directory.starting.clear()
     directory.made[3].dead.set()
     directory.ended(1)
-    three, _ = directory.joined_by(gang=1)
+    three, _ = directory.joined_by(group=1)
     assert three.hosts == 3
     directory.starting.set()
     while len(directory.report()[0]) < 4:
@@ -305,7 +307,7 @@ def test_a_host_that_comes_late_while_others_are_lost_begins_anew_with_them() ->
     directory.ended(2)
     while len(directory.made) < 7:
         threading.Event().wait(0.01)
-    two, _ = directory.joined_by(gang=1)
+    two, _ = directory.joined_by(group=1)
     assert two.hosts == two.placement.num_hosts == 2 and "2 of 4 hosts hold all experts" in two.note
     check_placement(two.placement, [len(SHAPES[0].hidden_E)])
     assert directory.made[0].joined[-1] == (3, 0) and directory.made[4].joined[-1] == (3, 1)
@@ -315,21 +317,21 @@ def test_a_host_that_comes_late_while_others_are_lost_begins_anew_with_them() ->
 def test_a_spare_replaces_one_host_and_the_next_death_starts_another_process() -> None:
     """Two deaths, the second of the host that was the spare."""
     directory = Directory()
-    directory.joined_by(gang=1)
+    directory.joined_by(group=1)
     directory.keep_spare()
     directory.keep_spare()
     assert len(directory.made) == 3, "one spare, however often it is asked for"
     for generation, made in ((1, 3), (2, 4)):
         directory._places[1].host.dead.set()
         directory.ended(generation)
-        spec, _ = directory.joined_by(gang=1)
+        spec, _ = directory.joined_by(group=1)
         assert spec.hosts == 2 and len(directory.made) == made
         assert directory.report()[0] == {0: "id of 1", 1: f"id of {made}"}
 
 
 def test_what_a_host_has_to_say_is_for_the_driver_to_print() -> None:
     directory = Directory()
-    directory.joined_by(gang=1)
+    directory.joined_by(group=1)
     said = iter([["fell back: a loop instead of a grouped product"]])
     directory.made[0].ping = Call(lambda: next(said, []))
     lines: list[str] = []
@@ -344,7 +346,7 @@ def test_a_host_that_responds_again_stays() -> None:
     module_say = module.SAY_SILENT_S
     module.SAY_SILENT_S = 0.05
     try:
-        directory.joined_by(gang=1)
+        directory.joined_by(group=1)
         directory.made[0].silent.set()
         lines: list[str] = []
         while not lines:
@@ -355,7 +357,7 @@ def test_a_host_that_responds_again_stays() -> None:
     finally:
         module.SAY_SILENT_S = module_say
     assert "has not responded since" in lines[0] and "responds again" in lines[1]
-    assert len(directory.made) == 2 and directory.joined_by(gang=1)[0].deaths == []
+    assert len(directory.made) == 2 and directory.joined_by(group=1)[0].deaths == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from experts.placement.policy import (
     place,
     place_first,
 )
-from experts.placement.rebalance import MARGIN, NEWEST, decide, instalments, predict, step_seconds
+from experts.placement.rebalance import MARGIN, NEWEST, decide, predict, split_moves, step_seconds
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
 
@@ -203,7 +203,7 @@ def test_no_plan_exceeds_the_memory_of_any_host() -> None:
                     previous, load, hosts, costs, "lpt", 3, steps_until_next=100, step_s=1.0, bytes_per_s=1e9
                 )
                 check_placement(found.placement, [experts] * layers, hosts=hosts, costs=costs)
-                for part in instalments(previous, found.placement, costs, hosts=hosts, budget=32):
+                for part in split_moves(previous, found.placement, costs, hosts=hosts, budget=32):
                     check_placement(part, [experts] * layers, hosts=hosts, costs=costs)
                     moved += 1
             replicas += sum(layer.replicas for layer in placement.layers)
@@ -215,7 +215,7 @@ def test_no_plan_exceeds_the_memory_of_any_host() -> None:
 def test_an_instalment_moves_as_many_experts_as_its_budget_has_bytes_for(budget: int, most: int) -> None:
     """One at least, however large it is."""
     before, after = (Placement(1, 2, (LayerPlacement(((host,),) * 7, ((1.0,),) * 7),)) for host in (0, 1))
-    parts = instalments(before, after, [[COST] * 7], hosts=hosts_of(1.0, 1.0), budget=budget)
+    parts = split_moves(before, after, [[COST] * 7], hosts=hosts_of(1.0, 1.0), budget=budget)
     moved = [len(old.home_moves(new)) for old, new in zip([before, *parts], parts, strict=False)]
     assert moved == [most] * (7 // most) + [7 % most] * (7 % most > 0) and parts[-1].layers == after.layers
 
