@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,15 +32,13 @@ from raytrain.runs.folder import (
     this_process,
 )
 from raytrain.runs.records import account, account_of_last, event
-from raytrain.runs.storage import join, open_store, split
+from raytrain.runs.storage import open_store, split
 
 _COMMANDS = itertools.count()
 #: A process that was not older than this when its first command began was started for it.
 NEW_PROCESS_S = 30.0
 #: How much of a language model's sample is printed.
 SAMPLE_LINES, SAMPLE_WIDTH = 6, 76
-#: The name of a run folder: the job's name, the UTC stamp, and a number where others have the same.
-RUN_NAME = re.compile(r"(.+)-(\d{8}T\d{6}Z)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -253,7 +249,7 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     if record["status"] == "interrupted":
         return []
     if has_objects(run):
-        return [resume_command("train", where), *_comparison(run)]
+        return [resume_command("train", where)]
     if record["status"] == "failed":
         return [resume_command("train", where), shell_command("check", "--bundle", "problem.zip", "--run", where)]
     output = ["infer.output=FOLDER"] * is_submitted()  # the default is deleted with the job
@@ -262,44 +258,7 @@ def next_commands(run: RunFolder, record: Mapping[str, Any]) -> list[str]:
     twice_as_long = f"loop.max_steps={2 * record['steps']}"
     if loop.get("epochs") and loop.get("max_steps") is None:  # the key that limits the run
         twice_as_long = f"loop.epochs={2 * loop['epochs']}"
-    return [*infer, resume_command("train", where, twice_as_long), *_comparison(run)]
-
-
-def _comparison(run: RunFolder) -> list[str]:
-    """The command that compares the run with the newest earlier one that trained the same kind of model on
-    the same data (by name, builder and source); none for the first one."""
-    folder, own = split(run.path)
-    with contextlib.suppress(OSError):  # the run is complete, whether or not its neighbours can be listed
-        dated = [(_dated(entry.name), join(folder, entry.name)) for entry in open_store(folder).entries("")]
-        name, *stamp = _dated(own)
-        earlier = [(when, path) for (its_name, *when), path in dated if its_name == name and ["", 0] < when < stamp]
-        for _, path in sorted(earlier, reverse=True):
-            other = RunFolder(path)
-            if _has_steps(other) and _trained(other) == _trained(run):
-                return [on_cluster("report", path_from_here(path), path_from_here(run.path))]
-    return []
-
-
-def _dated(folder: str) -> tuple[str, str, int]:
-    """The job's name, the UTC stamp and the number in the name of a run folder; of another folder its name."""
-    match = RUN_NAME.fullmatch(folder)
-    return (match[1], match[2], int(match[3] or 1)) if match else (folder, "", 0)
-
-
-def _has_steps(run: RunFolder) -> bool:
-    """Whether a run has ended with steps to compare."""
-    try:
-        record = run.read_json(run.result) if run.exists(run.result) else None
-    except RunError:
-        return False
-    return record is not None and record.get("status") != "failed" and record.get("steps", 1) > 0
-
-
-def _trained(run: RunFolder) -> tuple[Any, ...]:
-    """The builder and the source of a run's job, or the classes of its objects."""
-    job = run.read_json(run.plan).get("config", {}) if run.exists(run.plan) else {}
-    model, data = job.get("model", {}), job.get("data", {})
-    return model.get("builder"), model.get("module"), data.get("source"), data.get("train")
+    return [*infer, resume_command("train", where, twice_as_long)]
 
 
 def sample_lines(run: RunFolder) -> list[str]:

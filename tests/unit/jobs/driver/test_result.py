@@ -169,33 +169,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
         f"next    raytrain infer {where} infer.input=FILE",
         f"        raytrain train --resume {where} loop.max_steps=24",
     ]
-    assert done[-2:] == commands, "there is no run yet to compare it with"
-    base = Path(run.path).parent
-    for name in ("test-29991231T000000Z", "other-20250102T000000Z", "test-20250101T000000Z", "other-20250101T000000Z"):
-        (base / name).mkdir()
-        (base / name / "result.json").write_text('{"status": "done", "steps": 3}')
-    (base / "test-20250103T000000Z").mkdir()  # without a result
-    comparison = f"        raytrain report {os.path.relpath(base / 'test-20250101T000000Z')} {where}"
-    assert lines("done", weights="w")[-3:] == [*commands, comparison], "of the same name, and earlier"
-    kind = {"model": {"builder": "a:net"}, "data": {"source": "csv"}}
-    run.write_json(run.plan, {"config": kind})
-    assert lines("done", weights="w")[-2:] == commands, "the earlier run trained another model"
-    for stamp, model, data in ((0, "a:net", "csv"), (1, "a:net", "text"), (2, "b:net", "csv")):
-        other = RunFolder(str(base / f"test-20250101T00000{stamp}Z"))
-        other.write_json("result.json", {})
-        other.write_json(other.plan, {"config": {"model": {"builder": model}, "data": {"source": data}}})
-    assert lines("done", weights="w")[-3:] == [*commands, comparison], "the newest that trained the same on the same"
-    newest = RunFolder(str(base / "test-20250101T000000Z"))
-    for useless in ({"status": "failed", "steps": 3}, {"status": "interrupted", "steps": 0}):
-        newest.write_json("result.json", useless)
-        assert lines("done", weights="w")[-2:] == commands, "it has nothing to compare"
-    newest.write_json("result.json", {"status": "done", "steps": 3})
-    objects = {"model": {"module": "<object Net>"}, "data": {"train": "<object Rows>"}}
-    run.write_json(run.plan, {"config": objects})
-    newest.write_json(newest.plan, {"config": {**objects, "model": {"module": "<object Other>"}}})
-    assert lines("done", weights="w")[-2:] == commands, "another class"
-    newest.write_json(newest.plan, {"config": kind})
-    run.write_json(run.plan, {"config": kind})
+    assert done[-2:] == commands
     for limits, key in (
         ({"epochs": 3, "max_steps": None}, "loop.epochs=6"), ({"epochs": 3, "max_steps": 99}, "loop.max_steps=24")
     ):  # fmt: skip
@@ -213,11 +187,7 @@ def test_the_last_lines_account_for_the_time_and_name_the_next_commands(
     assert on_cluster[1].startswith(f"        raytrain submit train --resume {where} ")
     monkeypatch.delenv(JOB_ENVIRONMENT)
     run.write_text(run.job, "model: {module: <object Net>}\n")
-    run.write_json(run.plan, {"config": kind})
-    assert lines("done", weights="w")[-2:] == [
-        f'next    train(..., resume="{os.path.relpath(run.path)}")',
-        comparison,
-    ]
+    assert lines("done", weights="w")[-1] == f'next    train(..., resume="{os.path.relpath(run.path)}")'
 
 
 def test_an_interrupted_run_says_how_it_is_resumed_from_where_it_was_started(run: RunFolder) -> None:
