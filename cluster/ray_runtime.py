@@ -56,13 +56,8 @@ _TOKEN = secrets.token_hex(32)
 
 @dataclass(frozen=True)
 class PrivateRay:
-    """How to start one private cluster.
-
-    Attributes:
-        folder: a new directory that only this user can read; it holds the token and Ray's files.
-        options: arguments of ``ray.init``.
-        workers: processes that will compute with torch, which they import in advance.
-    """
+    """How to start one private cluster: with these arguments of ``ray.init``, and so many processes that import torch
+    in advance. `folder` is a new directory that only this user can read; it holds the token and Ray's files."""
 
     folder: str
     options: Mapping[str, Any]
@@ -88,11 +83,8 @@ class PrivateRay:
 
 @contextlib.contextmanager
 def private_ray(*, workers: int = 0) -> Iterator[PrivateRay]:
-    """Create the folder and the token of a private cluster; the folder is removed at the end.
-
-    Args:
-        workers: processes that will compute with torch.
-    """
+    """Create the folder and the token of a private cluster; the folder is removed at the end. So many `workers` will
+    compute with torch."""
     with contextlib.ExitStack() as stack:
         base = _socket_folder()
         folder = stack.enter_context(private_folder(base))

@@ -20,11 +20,8 @@ MIG = "MIG-"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `index` counts the visible devices of its machine, as torch does; 0 bytes = unknown.
-
-    Attributes:
-        unified: it has no memory of its own and uses the machine's (Jetson, GB10).
-    """
+    """One accelerator. `index` counts the visible devices of its machine, as torch does; 0 bytes = unknown. One that is
+    `unified` has no memory of its own and uses the machine's (Jetson, GB10)."""
 
     kind: str  # "cuda", "rocm" or "cpu"
     name: str
@@ -38,12 +35,8 @@ class Device:
 
 @dataclass(frozen=True)
 class FoundDevices:
-    """The devices that a process can use, and what it should know of the others.
-
-    Attributes:
-        notes: remarks about missing or hidden devices.
-        unusable: GPUs that exist and cannot be used although nothing asked for that, each with the reason.
-    """
+    """The devices that a process can use, and what it should know of the others: `notes` about missing or hidden ones,
+    and `unusable` GPUs, which exist and cannot be used although nothing asked for that, each with the reason."""
 
     devices: list[Device]
     notes: list[str] = field(default_factory=list)

@@ -28,12 +28,8 @@ from cluster.wording import counted
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """A build of torch.
-
-    Attributes:
-        version: of torch; "" if it is unknown, and nothing is then known to be a problem.
-        cuda, hip: the versions that it is built for; None: not built for it.
-    """
+    """A build of torch, and the versions of CUDA and HIP that it is for (None: for none). Without a `version` it
+    is unknown, and nothing is then known to be a problem."""
 
     version: str = ""
     cuda: str | None = None

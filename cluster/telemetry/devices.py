@@ -69,12 +69,7 @@ SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "x86_pkg_temp", "cp
 
 
 class CpuReader:
-    """Reads the CPU; utilisation counts from the last call.
-
-    Args:
-        cores: the cores to count; by default those in this process's affinity mask.
-        root: the directory to use as ``/``.
-    """
+    """Reads the CPU; utilisation counts from the last call, over these cores or those in the affinity mask."""
 
     def __init__(self, *, cores: set[int] | None = None, root: Path = ROOT) -> None:
         self._root = root
@@ -83,11 +78,7 @@ class CpuReader:
         self._before = self._busy_and_total()
 
     def sample(self, *, run_bytes: int) -> DeviceSample:
-        """The CPU now.
-
-        Args:
-            run_bytes: resident bytes of the run's processes.
-        """
+        """The CPU now; `run_bytes` are the resident bytes of the run's processes."""
         total, free = memory_bytes(root=self._root)
         used = total - free
         before, self._before = self._before, self._busy_and_total()
@@ -202,11 +193,7 @@ class NoGpus:
 
 
 class NvmlReader:
-    """Reads NVIDIA's GPUs. NVML stays open; each device is found by its UUID, since NVML counts hidden devices too.
-
-    Args:
-        nvml: the pynvml module or a substitute.
-    """
+    """Reads NVIDIA's GPUs. NVML stays open; each device is found by its UUID, since NVML counts hidden devices too."""
 
     def __init__(self, devices: list[Device], nvml: Any) -> None:
         self.notes: list[str] = []

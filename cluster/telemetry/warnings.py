@@ -132,12 +132,8 @@ class MemoryWarning:
 
 
 class MemoryWatch:
-    """Looks for memory that is nearly full, and for memory that grows without end.
-
-    Args:
-        limit: bytes that one process of the run may use (`cluster.memory_limit`), or None.
-        high: fraction of a limit above which a warning is due.
-    """
+    """Looks for memory that is nearly full (above the fraction `high` of it) and for memory that grows without end.
+    `limit` is that of one process of the run (`cluster.memory_limit`), or None."""
 
     def __init__(self, *, limit: int | None = None, high: float = HIGH) -> None:
         self._limit, self._high = limit, high

@@ -43,11 +43,9 @@ def kind_of(device: torch.device, *, threads: int) -> str:
 
 
 def measure_speed(device: torch.device, shapes: Sequence[LayerShape], dtype: str, *, threads: int) -> float:
-    """FLOPs per second of this process in products of the experts' size; about half a second.
+    """FLOPs per second of this process in products of the experts' size and of a `precision.dtype`; half a second.
 
     Args:
-        shapes: of the layers.
-        dtype: number format of the products, a value of `precision.dtype`.
         threads: of a CPU. The better of one and all of them counts: while other processes use the cores, several
             threads can take longer than one, which says nothing about the device.
     """
@@ -64,12 +62,8 @@ def measure_speed(device: torch.device, shapes: Sequence[LayerShape], dtype: str
 
 
 def speeds_by_kind(kinds: Sequence[str], measure: Callable[[Sequence[str]], Sequence[float]]) -> list[float]:
-    """The speed of each holder, in any unit.
-
-    Args:
-        kinds: of each holder.
-        measure: kinds, in the order of their first holders -> speed of each; called if there are several.
-    """
+    """The speed of each holder, in any unit, by its kind. `measure` gets the kinds in the order of their first holders
+    and returns the speed of each; it is called if there are several."""
     distinct = list(dict.fromkeys(kinds))
     if len(distinct) == 1:
         return [1.0] * len(kinds)
@@ -155,12 +149,7 @@ class RebalanceProposal:
 
 
 class LoadRebalancer:
-    """Moves experts by their measured load; called on rank 0 only.
-
-    Args:
-        costs: of each expert of each layer.
-        hosts: of the placements; their speeds are measured.
-    """
+    """Moves experts by their measured load and the measured speeds of the hosts; called on rank 0 only."""
 
     def __init__(self, rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> None:
         self.rules, self.costs, self.hosts = rules, costs, list(hosts)

@@ -37,15 +37,8 @@ from raytrain.trainable import GlobalStep, LocalStep
 
 
 class Traffic:
-    """What one worker has sent and received since the last logged row.
-
-    Args:
-        own: index of the host in this process, None without one.
-
-    Attributes:
-        rows: for each layer the rows of training forwards to each host; recomputed ones do not count.
-        bytes: payload to and from each host, of every pass; zero for a host in this process.
-    """
+    """What one worker has sent and received since the last logged row: of each layer the `rows` of training forwards
+    to each host, without recomputed ones, and the `bytes` to and from each host but its `own`, of every pass."""
 
     def __init__(self, *, layers: int, hosts: int, own: int | None) -> None:
         self._own = own

@@ -80,13 +80,8 @@ class GenerationSpec:
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """Where a member is.
-
-    Attributes:
-        node: the name of its machine, for messages.
-        machine: what identifies the machine, also in containers.
-        gpu: the place of its GPU on the PCI bus; "" without a GPU.
-    """
+    """Where a member is: the name of its machine, for messages, what identifies it, also in containers, and the place
+    of its GPU on the PCI bus ("" without one)."""
 
     node: str
     machine: str = ""

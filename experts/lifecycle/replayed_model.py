@@ -127,10 +127,7 @@ class LayerView:
 @dataclass
 class ReplayedModel:
     """The model during a cycle: its layers, their experts, and its optimizers; every member changes its own copy.
-
-    Attributes:
-        at_once: rows that go through the model together.
-    """
+    `at_once` rows go through the model together."""
 
     training: TrainingStep
     living: Lifecycle

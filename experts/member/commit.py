@@ -211,10 +211,9 @@ class StepCommit:
         self, step: int, *, max_grad_norm: float | None, fill_in: Callable[[Tensor], None] | None = None,
         announcement: bytes | None = None,
     ) -> VoteResult:  # fmt: skip
-        """Vote on `step`, then commit, skip or drop it. Collective over all members.
+        """Vote on `step`, a worker with `fill_in`, then commit, skip or drop it. Collective over all members.
 
         Args:
-            fill_in: fills in a worker's part of the vote.
             announcement: rank 0's message to everybody: {"placement": the next one}, or the arguments of `change`.
         """
         self._sum_gradients()

@@ -67,10 +67,7 @@ Experts = GroupedExperts | UnevenExperts
 
 
 class LayerShard:
-    """The slots of one host in one layer: its homes, then its replicas.
-
-    Args:
-        trains: False keeps no gradients.
+    """The slots of one host in one layer: its homes, then its replicas. Without `trains` it keeps no gradients.
 
     Attributes:
         experts: the expert of each slot.
@@ -157,11 +154,8 @@ def empty_experts(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dty
 
 
 def stacked_names(name: str, layer: int, shape: LayerShape) -> dict[str, list[str]]:
-    """Tensors of a layer's experts in a complete module -> the names of their rows in the files of a checkpoint.
-
-    Args:
-        name: of the experts in the module.
-    """
+    """Tensors of a layer's experts, `name` in a complete module -> the names of their rows in the files of a
+    checkpoint."""
     with torch.device("meta"):
         experts = build_experts(shape.width, shape.hidden_E, **shape.kind, frozen_E=shape.frozen_E)
     prefixes = {id(part): f"{name}.{path}." if path else f"{name}." for path, part in experts.named_modules()}
@@ -279,12 +273,9 @@ class ExpertShard:
         """Run the rows of all workers through their experts.
 
         Args:
-            rows: worker by worker, each sorted by slot; (R, D) in the payload's dtype.
+            rows: worker by worker, each sorted by slot; (R, D) in the payload's dtype, as the result.
             sources: for each worker the rows of each slot.
             keep: keep the activations for `backward`.
-
-        Returns:
-            (R, D) in the same order.
         """
         return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
 
