@@ -106,7 +106,9 @@ class BatchLoader:
         copied = data.storage in ("pinned", "partial") or (data.storage == "resident" and weight is not None)
         # a dataset read in this process shares its random generators with the model: never prefetch its rows
         ahead = on_gpu(device) and copied and (pool or not reads_items(source))
-        uploads = BatchUploader[MicroBatch](device, parts=lambda micro: micro.batch) if ahead else None
+        uploads: BatchUploader[MicroBatch] | None = None
+        if ahead:
+            uploads = BatchUploader(device, parts=lambda micro: micro.batch)
         whole = whole or job.loop.micro_batch_size == "whole"  # an evaluation's loss is of as many rows as in training
         loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads, whole=whole)
         if settings.tokens_per_batch is not None:
