@@ -30,17 +30,19 @@ STREAM_BYTES = 32 << 20
 """Size of the tensors for the memory rate: larger than a CPU's caches."""
 
 
-def product_flops(device: torch.device, dtype: str, *, width: int = 512, budget_s: float = POINT_S) -> float:
+def product_flops(
+    device: torch.device, dtype: str, *, width: int = 512, rows: int = ROWS, budget_s: float = POINT_S
+) -> float:
     """FLOPs per second of the matrix products of training in this process, in a `precision.dtype`, with torch's current
     number of threads; after `budget_s` seconds no more than `REPEATS` repetitions are made.
 
-    Measured on forward and backward of linear maps with master weights, (`ROWS`, width) by (width, width), as a step
+    Measured on forward and backward of linear maps with master weights, (rows, width) by (width, width), as a step
     computes them: with the casts, copies and transposed operands that a product alone does not have.
     """
     policy = policy_for(dtype)
     like: dict[str, Any] = {"dtype": policy.master_dtype, "device": device}
     weights = [torch.full((width, width), 1.0 / width, requires_grad=True, **like) for _ in range(MAPS)]
-    start = torch.ones(ROWS, width, requires_grad=True, **like)
+    start = torch.ones(rows, width, requires_grad=True, **like)
     before = torch.get_float32_matmul_precision()
 
     def train() -> None:
@@ -55,7 +57,7 @@ def product_flops(device: torch.device, dtype: str, *, width: int = 512, budget_
         spent = _best(train, device, budget_s=budget_s)
     finally:
         torch.set_float32_matmul_precision(before)
-    return 6.0 * MAPS * ROWS * width * width / spent
+    return 6.0 * MAPS * rows * width * width / spent
 
 
 def memory_rate(device: torch.device) -> float:
