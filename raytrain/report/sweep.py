@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.wording import counted, seconds
+from cluster.wording import counted, seconds, size
 from raytrain.report.charts import line, panel
 from raytrain.report.records import listed, mapping, number
 from raytrain.report.style import card, esc, header, page, picture

@@ -29,7 +29,7 @@ def test_checkpoints_that_a_run_has_need_no_room(
     given: dict[str, Any] = {}
     monkeypatch.setattr(run_folder, "run_preflight", lambda **kwargs: given.update(kwargs) or [])
     plan: Any = SimpleNamespace(
-        workers=Resolved(2, ""), device=Resolved("cpu", ""), memory=None, step_time=None,
+        workers=Resolved(2, ""), device=Resolved("cpu", ""), memory=Resolved(None, ""),
         checkpoint_bytes=Resolved(1 << 20, ""),
     )  # fmt: skip
     spec = load_spec(mapping=JOB).spec
