@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -284,23 +285,30 @@ def on_stop_request(channel: Any, then: Callable[[], None]) -> None:
 # Where a worker is, for the driver that asks because no step ends.
 
 
-#: The end of the path of the modules in which a worker waits for others.
-COLLECTIVES = ("train/parallel/collectives.py", "train/parallel/buckets.py", "experts/transport.py")
-#: The modules in which it waits for its own thread that writes a checkpoint, and how that thread is named.
-WRITERS = (("checkpoint/writer.py", "checkpoint"), ("train/parallel/fsdp/checkpoint.py", "shards"))
+#: The end of the path of a module in which a worker waits for others, and the function; "" is any of the module.
+COLLECTIVES = (
+    ("train/parallel/collectives.py", ""), ("train/parallel/order.py", ""), ("train/parallel/fsdp.py", "__call__"),
+    ("experts/transport.py", ""),
+)  # fmt: skip
+#: Likewise where it waits for its own thread that writes a checkpoint, and how that thread is named.
+WRITERS = (("checkpoint/writer.py", "", "checkpoint"), ("train/parallel/fsdp.py", "wait", "shards"))
+
+
+def _is_in(frame: traceback.FrameSummary, module: str, function: str) -> bool:
+    return frame.filename.endswith(module) and function in ("", frame.name)
 
 
 def write_stacks(run: RunFolder, rank: int, thread: int) -> dict[str, Any]:
     """Write the stacks of this process to logs/rank_00000.stacks; returns what `DriverChannel.report_stacks` takes.
     `thread` is the training thread."""
     stack = stack_of(thread)
-    for module, name in WRITERS:  # a save waits for the thread that writes the save before it, or the last one
+    for module, function, name in WRITERS:  # a save waits for the thread that writes the one before it, or the last
         writes = thread_named(name)
-        if writes is not None and any(frame.filename.endswith(module) for frame in stack):
+        if writes is not None and any(_is_in(frame, module, function) for frame in stack):
             stack = stack_of(writes) or stack
             break
     run.write_text(stacks_file(rank), own_stacks())
-    collective = [frame for frame in stack if frame.filename.endswith(COLLECTIVES)]
+    collective = [frame for frame in stack if any(_is_in(frame, *place) for place in COLLECTIVES)]
     place = (collective or stack or [None])[-1]
     where = "" if place is None else f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
     return {"waits": bool(collective), "place": where}
