@@ -85,15 +85,12 @@ class BatchTrials(TrialRecorder):
             "budget_bytes": self._space.budget_bytes,
             "measured": [asdict(each) for each in measured],
         }
+        self._known.add(measured)  # what follows is proposed from it
         return row, result_text(measured, self._space)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         self._requests.pop(config["number"], None)
         super().ended(config, result, error)
-
-    def recorded(self, row: dict[str, Any]) -> None:
-        """What follows is proposed from it."""
-        self._known.add(tuple(from_json(Measurement, one) for one in row["measured"]))
 
 
 class BatchSearcher(StatelessSearcher):

@@ -18,17 +18,18 @@ from raytrain.accelerator import device_name, seconds_of
 from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate, faster_beyond_noise, has_winner
-from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
+from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes
 from raytrain.autotune.preserve import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved, seconds_text
-from raytrain.plan.memory import TINY_PARAMETERS
+from raytrain.plan.memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan.shares import Shares, gain_over_equal, shares_of
 from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
+from raytrain.train.memory.device import give_back_freed_memory
 from raytrain.train.precision import policy_for
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
@@ -220,7 +221,10 @@ def settle_micro_batch(calibration: Calibration) -> None:
     if calibration.session.settings.micro_batch is None:
         record = _fitting_rows(calibration)
         calibration.use(micro_batch=record["value"])
-        spare_memory(calibration.session, peak=record["peak_bytes"], budget=record["budget_bytes"])
+        peak, budget = record["peak_bytes"], record["budget_bytes"]
+        if calibration.session.device.type == "cpu" and peak and budget and peak > DOUBTFUL * budget:
+            # what malloc kept made the resident set of a mixture of experts half as large again as what was in use
+            give_back_freed_memory()
         calibration.show("micro_batch", "batch", f"micro-batches of {record['value']}", record)
 
 
@@ -228,7 +232,7 @@ def use_fitting_rows(calibration: Calibration) -> None:
     """Before a measurement that precedes the choice of the micro-batch: until then the loader has the largest size,
     which may need more memory than there is. Measures in the session's present precision; raises NothingFits."""
     if calibration.session.settings.micro_batch is None:
-        calibration.session.loader.micro_batch = _fitting_rows(calibration)["value"]
+        calibration.session.loader.batches.micro_batch = _fitting_rows(calibration)["value"]
 
 
 def _fitting_rows(calibration: Calibration) -> Record:

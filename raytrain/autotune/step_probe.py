@@ -38,7 +38,8 @@ from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memo
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import LossScale, apply_matmul, policy_for
 from raytrain.train.session import Session
-from raytrain.trainable import GlobalStep, MicroBatch, RemoteState
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import GlobalStep, MicroBatch, in_eval
 
 #: Micro-batches that accumulate while memory is read (from the second on, gradients exist already), and rows of the
 #: warm-up on a CPU: memory that a larger size allocates permanently is part of its own peak.
@@ -56,30 +57,28 @@ CHEAP_S = 0.25
 Clear = Callable[[list[list[float]]], bool]
 
 
-def run_agreed(
-    work: Callable[[], object], *, workers: Workers, device: torch.device, remote: RemoteState,
-    collective_passes: bool = False, budget: int | None = None,
-) -> tuple[Outcome, str]:  # fmt: skip
-    """Run a part of a measurement on all workers; the outcome, the same on every one, and the reason of a failure,
-    after which its passes are discarded, also on remote hosts. Collective.
+def run_agreed(work: Callable[[], object], step: TrainingStep, budget: int | None = None) -> tuple[Outcome, str]:
+    """Run a part of a measurement of `step` on all workers; the outcome, the same on every one, and the reason of a
+    failure, after which its passes are discarded, also on remote hosts. Collective.
 
     It may fail on one worker, or on a host that holds a part of the model. A worker that fails in the middle of its
     passes tells the hosts (`RemoteState.end_passes`), so that the failure is a result and does not end the attempt.
 
     `work` contains no collective except the passes of a model with remote state, and every worker starts the same
-    number of those. With `collective_passes`, which no worker can leave (`fsdp`), a failure is raised, and ends the
+    number of those. With collective passes, which no worker can leave (`fsdp`), a failure is raised, and ends the
     attempt. `budget`: see `is_out_of_memory`.
     """
+    remote, workers = step.trainable.remote, step.workers
     outcome: Outcome = "ok"
     reason = ""
     try:
         work()
     except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
-        if collective_passes and not remote.distributed and workers.world_size > 1:
+        if step.collective_passes and not remote.distributed and workers.world_size > 1:
             raise
-        outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
+        outcome = "out_of_memory" if is_out_of_memory(error, device=step.device, budget=budget) else "error"
         reason = first_line(error)
-        let_go(error, device)
+        let_go(error, step.device)
     remote.end_passes(short=outcome != "ok")
     short, failed = workers.all_reduce_ints([int(outcome == "out_of_memory"), int(outcome == "error")])
     if not short and not failed:
@@ -303,7 +302,7 @@ class StepProbe:
                 step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
                 seconds, unknown[index] = seconds_of(self.device) - began, step.weight_unknown
 
-            _, reason = self._run(timed, None)
+            _, reason = run_agreed(timed, step)
             return seconds, reason
 
         seconds, errors = self._in_turn(len(befores), run, rounds, BUDGET_S, True, lambda _seconds: False)
@@ -378,17 +377,13 @@ class StepProbe:
         self.step.gradients.scale_(0.0)
 
     def _evaluate(self, micro: int) -> None:
-        split, module = self.eval_split, self.step.trainable.module
+        split = self.eval_split
         assert split is not None, "called only where there is one"
         rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
         rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
         batch = self.loader.one(rows, split=split)
-        modes = [(part, part.training) for part in module.modules()]
-        module.eval()
-        with torch.no_grad():
+        with in_eval(self.step.trainable.module), torch.no_grad():
             self.step.forward(batch.batch, global_weight=max(1, batch.weight))
-        for part, training in modes:
-            part.training = training
 
     # -- the parts of a step ----------------------------------------------------------------------
 
@@ -455,15 +450,9 @@ class StepProbe:
 
     # -- agreement --------------------------------------------------------------------------------
 
-    def _run(self, work: Callable[[], object], budget: int | None) -> tuple[Outcome, str]:
-        return run_agreed(
-            work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
-            collective_passes=self.step.collective_passes, budget=budget,
-        )  # fmt: skip
-
     def _try(self, work: Callable[[], object], one: _Reading) -> bool:
         """Whether it succeeded on every worker; if not, the reading has the outcome and the reason."""
-        outcome, reason = self._run(work, one.budget)
+        outcome, reason = run_agreed(work, self.step, one.budget)
         if outcome != "ok":
             one.outcome, one.reason = outcome, reason
             one.pass_s, one.update_s = [], []  # lengths differ between workers

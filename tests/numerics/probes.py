@@ -114,7 +114,7 @@ def precision_and_rows(rank: int, world_size: int, run_path: str) -> dict[str, A
     settle_precision(calibration, forced=None, loaded=None)
     settle_micro_batch(calibration)
     return {
-        "rows": rows, "chosen": session.precision, "micro_batch": session.loader.micro_batch,
+        "rows": rows, "chosen": session.precision, "micro_batch": session.loader.batches.micro_batch,
         "record": read_measured(run)["micro_batch"], "decisions": [row["what"] for row in reporter.events],
     }  # fmt: skip
 
