@@ -147,8 +147,13 @@ class TrainingStep:
         self._passed, self._metrics = Passed(self._zero, self._zero), {}
         self.gradients.zero_()
         totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
-        if self.inflight == 2:
-            self._interleave(totals)
+        if self.inflight == 2:  # the backward of each pass is interleaved with the forward of the next
+            interleaver = self.trainable.remote.interleaver
+            assert interleaver is not None, "a plan allows two micro-batches in flight only with an interleaver"
+            total = next(totals, None)
+            while total is not None:
+                behind, ahead = partial(self._backward_in_thread, total), partial(next, totals, None)
+                total = interleaver.run_interleaved(behind, ahead)
         else:
             for total in totals:
                 self._backward(total)
@@ -245,14 +250,6 @@ class TrainingStep:
     def collective_passes(self) -> bool:
         """Whether processes communicate inside a pass, so that every worker takes part in the same number of them."""
         return self.trainable.remote.distributed or self.filler is not None
-
-    def _interleave(self, totals: Iterator[Tensor]) -> None:
-        """Run the backward of each pass interleaved with the forward of the next."""
-        interleaver = self.trainable.remote.interleaver
-        assert interleaver is not None, "a plan allows two micro-batches in flight only where passes can be interleaved"
-        total = next(totals, None)
-        while total is not None:
-            total = interleaver.run_interleaved(partial(self._backward_in_thread, total), partial(next, totals, None))
 
     def _backward_in_thread(self, total: Tensor) -> None:
         make_current(self.device)  # a new thread starts with device 0

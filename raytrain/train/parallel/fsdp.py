@@ -47,7 +47,7 @@ from raytrain.train.parallel.fsdp_passes import (
 from raytrain.train.parallel.order import GATHER, SUM, BlockOrder
 from raytrain.train.parallel.reduction import Passed, Reduction, Result, Summed, agreed_weight
 from raytrain.train.parallel.strategy import Filler, ForStep, Replicated
-from raytrain.train.placing import place
+from raytrain.train.placing import local, place
 from raytrain.train.precision import PrecisionPolicy, parts_named
 from raytrain.trainable import RemoteCheckpoint, Trainable
 
@@ -108,12 +108,6 @@ class ShardGradients(GradientBuffers):
 
     def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
         return like(parameter, view)
-
-
-@torch.no_grad()
-def local(tensor: Tensor) -> Tensor:
-    """This worker's rows of a sharded tensor, sharing memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(whole: Tensor, own: Tensor) -> Tensor:
@@ -290,10 +284,8 @@ class ShardSaver:
     that it writes anyway.
     """
 
-    def __init__(
-        self, parts: Callable[[], Mapping[str, Any]], run: RunFolder, *, shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        self._parts, self._run, self._shard_bytes = parts, run, shard_bytes
+    def __init__(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> None:
+        self._parts, self._run = parts, run
         group = dist.new_group(backend="gloo")
         self._workers = Workers()
         self._workers.use(WorkersGroup(group, group, lambda: None))
@@ -347,7 +339,7 @@ class ShardSaver:
         try:
             self._staging.wait()
             files, parts = write_parts(
-                open_store(folder), rows, fence=lambda: None, shard_bytes=self._shard_bytes, suffix=f".rank{rank:05d}"
+                open_store(folder), rows, fence=lambda: None, shard_bytes=SHARD_BYTES, suffix=f".rank{rank:05d}"
             )
             result = {"files": {name: asdict(written) for name, written in files.items()}, "parts": parts}
         except (RaytrainError, OSError) as error:
