@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ class StepOutput:
 
     Attributes:
         loss: this worker's share of the global mean loss, without auxiliary losses; the sum over workers is the mean.
-        compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
+        communication_s: host seconds of waiting for other processes.
         metrics: `LossOutput.metrics` of this worker's micro-batches: name -> (weighted sum, its weight on the host).
     """
 
@@ -49,7 +48,6 @@ class StepOutput:
     norm: Tensor  # global gradient norm before clipping
     skip: Tensor  # True where the step was dropped for a non-finite gradient
     lr: float  # the learning rate used (a host number)
-    compute_s: float
     communication_s: float
     flags: list[int]  # the sums of the workers' flags (host numbers)
     metrics: MetricSums = field(default_factory=dict)
@@ -284,7 +282,7 @@ class TrainingStep:
             DevicePlacementError: a parameter or buffer is no longer on the device; the message names it.
             RunError: the losses of the whole step are means over nothing; the model has unfrozen a parameter.
         """
-        begin, waited = time.perf_counter(), self.workers.wait_s + self.trainable.remote.waited_s()
+        waited = self.workers.wait_s + self.trainable.remote.waited_s()
         self._agreeing = self._reads_weight and not self.collective_passes
         with self.device_guard.guarded():
             work = partial(self._agreeing_backward, micro_batches, global_weight=global_weight, passes=passes)
@@ -321,15 +319,13 @@ class TrainingStep:
             agreed = GlobalStep(norm=squares.sqrt(), skip=local.nonfinite, counts=counts)
         self.remote_nonfinite = agreed.nonfinite
         lr = self.commit(agreed, step=step)
-        waited = self.workers.wait_s + self.trainable.remote.waited_s() - waited
         return StepOutput(
             loss=loss,
             aux_loss=aux,
             norm=agreed.norm,
             skip=agreed.skip,
             lr=lr,
-            compute_s=time.perf_counter() - begin - waited,
-            communication_s=waited,
+            communication_s=self.workers.wait_s + self.trainable.remote.waited_s() - waited,
             flags=summed,
             metrics=self._metrics,
         )

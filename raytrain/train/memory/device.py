@@ -144,7 +144,7 @@ class PeakMeter:
         if on_gpu(device):
             gpu_module(device).reset_peak_memory_stats(device)
         else:
-            self._resets = reset_peak()
+            reset_peak()
 
     def now(self) -> int:
         if on_gpu(self.device):
