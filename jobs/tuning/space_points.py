@@ -31,6 +31,7 @@ from raytrain.errors import InputError
 from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
+from raytrain.report.records import dotted_leaves
 
 DRAWS = 16
 """Default of `tune.max_trials` for a space that contains a distribution, and with a searcher."""
@@ -104,7 +105,7 @@ class Space:
 def parse_space(space: Mapping[str, Any]) -> Space:
     """Parse `tune.space`, whose keys may be dotted or nested. Raises InputError: the space is empty, a key cannot
     differ between trials, or a value is no list and no distribution."""
-    flat = dict(_flattened(space, ""))
+    flat = {key: value for key, value in dotted_leaves(space) if not isinstance(value, Mapping)}
     if not flat:
         raise InputError(
             "tune.space",
@@ -120,15 +121,6 @@ def parse_space(space: Mapping[str, Any]) -> Space:
                 expected="a key that changes the training, such as optim.lr or loop.global_batch_size",
             )
     return Space({key: _parsed(f"tune.space.{key}", value) for key, value in flat.items()})
-
-
-def _flattened(space: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in space.items():
-        dotted = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            yield from _flattened(value, dotted)
-        else:
-            yield dotted, value
 
 
 def _parsed(name: str, value: Any) -> Values:

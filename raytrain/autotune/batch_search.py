@@ -128,10 +128,7 @@ class CandidateSearch:
         size = max(set(curve.first_pass) & set(self.reference.first_pass), default=None)
         if size is None:
             return f"no size was measured in {self.reference.precision} too"
-        (loss, norm), (reference_loss, reference_norm) = curve.first_pass[size], self.reference.first_pass[size]
-        return outside_band(
-            loss, norm, reference=self.reference.precision, reference_loss=reference_loss, reference_norm=reference_norm
-        )
+        return outside_band(curve.first_pass[size], self.reference.first_pass[size], name=self.reference.precision)
 
     def faster(self) -> list[SizeCurve]:
         """Precisions that beat the reference on time, or all if it does not run, the fastest first."""

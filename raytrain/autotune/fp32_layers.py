@@ -120,8 +120,8 @@ def _compared(session: Session, micro: MicroBatch, precision: str) -> tuple[Reso
     def refusal(kept: list[str]) -> str:
         layers.keep(kept)
         why, loss, norm = one_pass(half)
-        reference = {"reference_loss": reference_loss, "reference_norm": reference_norm}
-        return step.workers.broadcast_object(why or outside_band(loss, norm, difference(), **reference))
+        why = why or outside_band((loss, norm), (reference_loss, reference_norm), difference())
+        return step.workers.broadcast_object(why)
 
     try:
         why, reference_loss, reference_norm = one_pass(full)

@@ -25,6 +25,7 @@ from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
 from raytrain.autotune.preserve import preserve_model, preserve_optimizers, preserve_skipped
+from raytrain.data.rows.batches import known_lengths
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import longest_row
 from raytrain.errors import OutOfMemory, first_line
@@ -325,14 +326,11 @@ class StepProbe:
             first = [self.longest_first(batches.split, part) for part in drawn[own]]
             if batches.tokens_per_batch is None:
                 return first
-            heavy = [max(parts, key=self._tokens) for parts in cut[own]]
+            tokens = lambda rows: len(rows) * int(known_lengths(batches.split, rows).max())  # noqa: E731
+            heavy = [max(parts, key=tokens) for parts in cut[own]]
             return [part for pair in zip(first, heavy, strict=True) for part in pair]
         most = max(map(len, cut))
         return [part for parts in cut[own] for part in [*parts, *parts[:1] * (most - len(parts))]]
-
-    def _tokens(self, rows: np.ndarray) -> int:
-        lengths = self.loader.batches.split.lengths(rows)
-        return 0 if lengths is None else len(rows) * int(lengths.max())
 
     def longest_first(self, split: Split, rows: np.ndarray, *, times: int = 1) -> np.ndarray:
         """These rows with the longest row of the split among them, to which the others are padded; no more rows than
