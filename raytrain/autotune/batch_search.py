@@ -134,12 +134,9 @@ class CandidateSearch:
         """Precisions that beat the reference on time, or all if it does not run, the fastest first."""
         others = [one for one in self.curves.values() if one is not self.reference and one.chosen is not None]
         if self.reference.chosen is not None:
-            others = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.is_noise(one)]
+            rate, least = self.reference.rate, 1 + WORTHWHILE_GAIN
+            others = [one for one in others if one.rate / rate > least and not self.is_noise(one)]
         return sorted(others, key=lambda one: one.rate, reverse=True)
-
-    def gain(self, curve: SizeCurve) -> float:
-        """Rows per second at a precision's best size over those of the reference at its own."""
-        return curve.rate / self.reference.rate
 
     def is_noise(self, curve: SizeCurve) -> bool:
         """Whether rounds in turn did not show that a precision with the better median is faster than the reference."""
@@ -361,7 +358,7 @@ def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
     if curve is search.reference or reference is None:
         return ""
     text = _compared(search, own, reference)
-    if search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_noise(curve):
+    if curve.rate / search.reference.rate > 1 + WORTHWHILE_GAIN and search.is_noise(curve):
         text += f"; too noisy to tell them apart, so that {reference.precision} stays: search again on an idle machine"
     refusal = search.refusal(curve)
     return f"{text}, but refused: {refusal}" if refusal else text

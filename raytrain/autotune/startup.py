@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from statistics import median
 from typing import Any
 
 from cluster.wording import counted
@@ -282,8 +283,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     step_s = share * min(eager.round_s)  # other work on the machine makes a short run look long
     if steps * step_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
         left = f"{counted(steps, 'step')} of {seconds_text(step_s)}"
-        why = f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s"
-        return _off(why)
+        return _off(f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s")
     calibration.begin("compilation")
     try:
         calibration.use(compiled=True)
@@ -306,7 +306,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     faster, how = faster_beyond_noise(compiled.round_s, eager.round_s, than="eager ones")
     reason = f"compiled passes measured {how} ({text})"
     if faster:  # what the compilation took is spent either way
-        saved = seconds_text(steps * share * (eager.median_s - compiled.median_s))
+        saved = seconds_text(steps * share * (median(eager.round_s) - median(compiled.round_s)))
         reason += f", {saved} less for {seconds_text(status['seconds'])} of compilation"
     return _record(Resolved("default" if faster else "off", reason), trials)
 

@@ -113,10 +113,6 @@ class PassTimes:
     error: str = ""
     weight_unknown: bool = False
 
-    @property
-    def median_s(self) -> float:
-        return median(self.round_s)
-
 
 @contextlib.contextmanager
 def computing_as(session: Session, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
