@@ -318,7 +318,12 @@ class TrainingStep:
             self.workers.all_reduce([] if counts is None else [counts])
             agreed = GlobalStep(norm=squares.sqrt(), skip=local.nonfinite, counts=counts)
         self.remote_nonfinite = agreed.nonfinite
-        lr = self.commit(agreed, step=step)
+        lr = self.update(agreed, step=step)
+        self.scale.update(agreed.skip)
+        if self.trainable.commit is not None:
+            self.trainable.commit(agreed)
+        if self.trainable.between_steps is not None:
+            self.trainable.between_steps(step)
         return StepOutput(
             loss=loss,
             aux_loss=aux,
@@ -338,18 +343,8 @@ class TrainingStep:
             self._agree_unit(0.0)
             self._agreeing = False
 
-    def commit(self, agreed: GlobalStep, *, step: int) -> float:
-        """Clip by the agreed norm, step the optimizers unless skipped, call the trainable's hooks. Returns the lr."""
-        lr = self.update(agreed, step=step)
-        self.scale.update(agreed.skip)
-        if self.trainable.commit is not None:
-            self.trainable.commit(agreed)
-        if self.trainable.between_steps is not None:
-            self.trainable.between_steps(step)
-        return lr
-
     def update(self, agreed: GlobalStep, *, step: int) -> float:
-        """The part of a commit that computes: clip, and step the optimizers unless skipped. Returns the lr."""
+        """Clip by the agreed norm, and step the optimizers unless skipped. Returns the lr."""
         lr = self.schedule.apply(self.optimizers, step)
         self.step_optimizers(agreed)
         return lr

@@ -15,12 +15,11 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cluster.devices.limits import ROOT, memory_bytes
+from cluster.devices.limits import memory_bytes
 from cluster.telemetry.processes import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
 from raytrain.accelerator import device_bytes, device_memory, empty_cache, gpu_module, on_gpu, synchronize
 from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
@@ -267,15 +266,15 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
     return {"memory_allocated_bytes": int(used), "memory_reserved_bytes": int(held)}
 
 
-def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:
+def _use_and_limits(budget: int | None) -> Iterator[tuple[int, int]]:
     """Yield (peak use so far, limit) for each limit that applies to this process."""
-    sizes = process_sizes(root)
+    sizes = process_sizes()
     for kind, name in ((resource.RLIMIT_AS, "VmPeak"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft > 0 and not (name == "VmData" and is_own_limit(soft)):
             yield sizes.get(name, 0), soft
     if budget:
-        yield process_memory(root=root).peak, budget
+        yield process_memory().peak, budget
 
 
 def processes_sharing(device: torch.device, workers: Workers) -> int:

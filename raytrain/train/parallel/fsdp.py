@@ -231,7 +231,26 @@ def shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
     keep_parameters(module, originals)
-    configure(cast(FSDPModule, module), workers, overlap=on_gpu(device), order=order)
+    # plain sums: the loss is normalised by the step's total weight. On a GPU torch's defaults: while a block computes,
+    # the next one is gathered on a stream of its own, which takes the memory of one more block. On a CPU a collective
+    # computes on the same cores: a block is gathered when it is needed, and at most one is
+    overlap = on_gpu(device)
+    if not overlap:
+        # a separate stream would keep the gathered copy of a block until the next block is gathered
+        cast(FSDPModule, module)._set_unshard_async_op(True)
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
+            # torch's annotations name private base classes, but any object with their methods works
+            part.set_custom_all_gather(TimedCollective(workers, _gather, gathers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(TimedCollective(workers, _scatter, sums))  # pyright: ignore[reportArgumentType]
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            # a parameter may receive a gradient on some workers only
+            part.set_reduce_scatter_unused_params(True)
+            if not overlap:
+                # prefetching the block itself is a no-op: the next block is not gathered while this one is
+                part.set_modules_to_backward_prefetch([part])
     return {**sizes, "own": sum(local(parameter).nbytes for parameter in module.parameters())}
 
 
@@ -245,32 +264,6 @@ def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _in_master(child, kept)
-
-
-def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder) -> None:
-    """Configure plain sums (the loss is normalised by the step's total weight), and when blocks are gathered.
-
-    Args:
-        overlap: torch's defaults: while a block computes, the next one is gathered on a stream of its own, which takes
-            the memory of one more block. Else a block is gathered when it is needed, and at most one is: on a CPU a
-            collective computes on the same cores, so that nothing would be gained.
-    """
-    if not overlap:
-        # a separate stream would keep the gathered copy of a block until the next block is gathered
-        module._set_unshard_async_op(True)
-    for name, part in cast(nn.Module, module).named_modules():
-        if isinstance(part, FSDPModule):
-            gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
-            # torch's annotations name private base classes, but any object with their methods works
-            part.set_custom_all_gather(TimedCollective(workers, _gather, gathers))  # pyright: ignore[reportArgumentType]
-            part.set_custom_reduce_scatter(TimedCollective(workers, _scatter, sums))  # pyright: ignore[reportArgumentType]
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-            # a parameter may receive a gradient on some workers only
-            part.set_reduce_scatter_unused_params(True)
-            if not overlap:
-                # prefetching the block itself is a no-op: the next block is not gathered while this one is
-                part.set_modules_to_backward_prefetch([part])
 
 
 # ---------------------------------------------------------------- checkpoint
