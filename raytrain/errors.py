@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bdb import BdbQuit
+from functools import partial
 
 GUESS = "did you mean "
 """How a remedy begins that names what was probably meant."""
@@ -44,12 +45,8 @@ class InputError(RaytrainError):
         super().__init__(mismatch(key, got=got, expected=expected, remedy=remedy))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_input_error, (self.key, self.got, self.expected, self.remedy))
-
-
-def _rebuild_input_error(key: str, got: str, expected: str, remedy: str) -> InputError:
-    """For pickle, whose default does not support keyword-only arguments; errors are sent between processes."""
-    return InputError(key, got=got, expected=expected, remedy=remedy)
+        # pickle's default does not support keyword-only arguments; errors are sent between processes
+        return partial(InputError, self.key, got=self.got, expected=self.expected, remedy=self.remedy), ()
 
 
 class RunError(RaytrainError):

@@ -24,7 +24,7 @@ from experts.member.shard import ExpertShard, rows_by_rank
 from experts.placement.values import Placement
 from experts.transport import DTYPES, HEADER_SIZE, ROW_OPERATIONS, Channel, Exchange, Header, JointGroup, Op
 from raytrain.config.sections import OptimConfig
-from raytrain.train.device import ProcessSettings
+from raytrain.train.device import apply_process_settings
 from raytrain.train.memory.device import Shortage, run_or_shortage
 
 SENDS = 2
@@ -48,7 +48,7 @@ class ExpertSetup:
     dtype: torch.dtype
     run_path: str
     checkpoint: str | None
-    process: ProcessSettings
+    process: dict[str, Any]
     trains: bool = True
     table: ExpertTable | None = None
 
@@ -60,7 +60,7 @@ class ExpertSetup:
             "dtype": str(self.dtype).removeprefix("torch."),
             "run_path": self.run_path,
             "checkpoint": self.checkpoint,
-            "process": self.process.to_json(),
+            "process": self.process,
             "trains": self.trains,
             "table": None if self.table is None else self.table.to_json(),
         }
@@ -71,7 +71,7 @@ class ExpertSetup:
         """The inverse of `encode`."""
         row = json.loads(data)
         shapes = [LayerShape.from_json(shape) for shape in row["shapes"]]
-        dtype, process = getattr(torch, row["dtype"]), ProcessSettings(**row["process"])
+        dtype, process = getattr(torch, row["dtype"]), row["process"]
         optim = OptimConfig(**row["optim"])
         table = None if row["table"] is None else ExpertTable.from_json(row["table"])
         return cls(shapes, optim, dtype, row["run_path"], row["checkpoint"], process, row["trains"], table)
@@ -157,7 +157,7 @@ class HostServer:
 
     def _set_up(self, header: Header, _counts: list[list[int]]) -> None:
         setup = ExpertSetup.decode(bytes(from_first(self.group, header.width, dtype=torch.uint8).numpy()))
-        setup.process.apply()
+        apply_process_settings(setup.process)
         self.files = ExpertFiles(setup.run_path, host=self.host)
         if self._stopped:
             self.files.stop()

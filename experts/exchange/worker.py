@@ -28,7 +28,7 @@ from experts.placement.values import Placement, equal_hosts
 from experts.router import LayerRoutes
 from experts.transport import HEADER_SIZE, Header, JointGroup, Op, bytes_tensor
 from raytrain.config.sections import OptimConfig
-from raytrain.train.device import ProcessSettings
+from raytrain.train.device import process_settings
 from raytrain.train.memory.device import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Interleaver
 from raytrain.trainable import GlobalStep, LocalStep
@@ -139,7 +139,7 @@ class ExpertClient:
         self._commit.table = None if self.lifecycle is None else self.lifecycle.table
         setup = ExpertSetup(
             self.shapes, self.optim, self.dtype, self.member.run_path, self._checkpoint or None,
-            ProcessSettings.current(), self.member.trains, self._commit.table,
+            process_settings(), self.member.trains, self._commit.table,
         )  # fmt: skip
         if self.member.host is not None:
             assert self._files is not None

@@ -39,8 +39,9 @@ class ShardedPass(FirstBatch):
     sharded: bool = True
 
     def run(self) -> None:
-        from raytrain.train.parallel.fsdp import Sharded, local
+        from raytrain.train.parallel.fsdp import Sharded
         from raytrain.train.parallel.fsdp_passes import explained
+        from raytrain.train.placing import local
 
         seed_everything(self.spec.seed)
         rows, _ = self.rows()

@@ -16,7 +16,7 @@ from cluster.wording import counted
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.autotune.batch_search import Measured, Proposal, SearchResults, next_proposals
-from raytrain.autotune.measurement import Measurement, from_json
+from raytrain.autotune.measurement import Candidate, Measurement, from_json
 from raytrain.autotune.size_curve import BatchSpace
 from raytrain.execution.driver_channel import on_stop_request
 from raytrain.plan.choice import figure_text, size_text
@@ -49,9 +49,8 @@ class BatchTrials(TrialRecorder):
     def _number_of(self, wanted: Proposal) -> int | None:
         """The number of the trial in an earlier command whose process died, else the next one, if one may be made."""
         for number, row in self._dead.items():
-            if (row["what"].partition(" + ")[0], row["precision"], row["micro_batch_size"]) == (
-                wanted.aim[0], wanted.candidate.precision, wanted.candidate.micro_batch_size,
-            ):  # fmt: skip
+            candidate = Candidate(row["precision"], row["micro_batch_size"])
+            if (row["what"].partition(" + ")[0], candidate) == wanted.aim:
                 del self._dead[number]
                 return number
         if self._most is not None and self._number >= self._most:
@@ -85,15 +84,12 @@ class BatchTrials(TrialRecorder):
             "budget_bytes": self._space.budget_bytes,
             "measured": [asdict(each) for each in measured],
         }
+        self._known.add(measured)  # what follows is proposed from it
         return row, result_text(measured, self._space)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         self._requests.pop(config["number"], None)
         super().ended(config, result, error)
-
-    def recorded(self, row: dict[str, Any]) -> None:
-        """What follows is proposed from it."""
-        self._known.add(tuple(from_json(Measurement, one) for one in row["measured"]))
 
 
 class BatchSearcher(StatelessSearcher):

@@ -31,6 +31,7 @@ from raytrain.errors import InputError
 from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
+from raytrain.report.records import dotted_leaves
 
 DRAWS = 16
 """Default of `tune.max_trials` for a space that contains a distribution, and with a searcher."""
@@ -79,6 +80,10 @@ class Space:
     def is_grid(self) -> bool:
         return all(one.kind == "choice" for one in self.keys.values())
 
+    def examples(self) -> Iterator[tuple[str, Any]]:
+        """Yield each key with each value that is checked on its own."""
+        return ((key, value) for key, tried in self.keys.items() for value in tried.examples)
+
     def points(self, *, seed: int, most: int | None, drawn: bool = False) -> Iterator[dict[str, Any]]:
         """Key -> value of each trial: every combination of lists, else (`drawn`: always) `most` (16) draws without
         repeats."""
@@ -100,7 +105,7 @@ class Space:
 def parse_space(space: Mapping[str, Any]) -> Space:
     """Parse `tune.space`, whose keys may be dotted or nested. Raises InputError: the space is empty, a key cannot
     differ between trials, or a value is no list and no distribution."""
-    flat = dict(_flattened(space, ""))
+    flat = {key: value for key, value in dotted_leaves(space) if not isinstance(value, Mapping)}
     if not flat:
         raise InputError(
             "tune.space",
@@ -116,15 +121,6 @@ def parse_space(space: Mapping[str, Any]) -> Space:
                 expected="a key that changes the training, such as optim.lr or loop.global_batch_size",
             )
     return Space({key: _parsed(f"tune.space.{key}", value) for key, value in flat.items()})
-
-
-def _flattened(space: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in space.items():
-        dotted = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            yield from _flattened(value, dotted)
-        else:
-            yield dotted, value
 
 
 def _parsed(name: str, value: Any) -> Values:
@@ -209,7 +205,7 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
             remedy=f"{values_text(values)}: {why}",
         )
     if space.is_grid and not searched:  # a listed value that no trial can run would shrink the grid silently
-        for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
+        for key, value in space.examples():
             why = next((reason for values, reason in left_out if values[key] == value), None)
             if why is not None and not any(one.values[key] == value for one in trials):
                 raise InputError(f"tune.space.{key}", got=render(value), expected="values that can run", remedy=why)
@@ -219,16 +215,8 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
 def checked_space(loaded: LoadedSpec) -> Space:
     """The job's `tune.space`; raises InputError for what is wrong with it on any machine."""
     space = parse_space(loaded.spec.tune.space or {})
-    _check_values(space, loaded.mapping)
-    _check_metric(loaded.spec)
-    return space
-
-
-def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
-    """Check each value on its own against its key. Raises InputError: the first wrong value or unknown key, with the
-    nearest key."""
-    for key, value in ((key, value) for key, tried in space.keys.items() for value in tried.examples):
-        changed, _ = apply_overrides(mapping, [f"{key}={render(value)}"])
+    for key, value in space.examples():
+        changed, _ = apply_overrides(loaded.mapping, [f"{key}={render(value)}"])
         try:
             decode(JobSpec, changed)
         except InputError as error:
@@ -236,6 +224,8 @@ def _check_values(space: Space, mapping: Mapping[str, Any]) -> None:
                 raise
             name = f"tune.space.{key}"
             raise InputError(name, got=error.got, expected=error.expected, remedy=error.remedy) from error
+    _check_metric(loaded.spec)
+    return space
 
 
 def _check_metric(spec: JobSpec) -> None:

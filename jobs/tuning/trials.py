@@ -83,12 +83,8 @@ class TrialRecorder(Callback):
         if error is not None:
             self.sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {_plain(error)}\n")
         self.sweep.record(row)
-        self.recorded(row)
         self.command.print_line(f"trial {number}  {self.text_of(config)}: {text}")
         self._say()
-
-    def recorded(self, row: dict[str, Any]) -> None:
-        """Called with each new row of trials.jsonl."""
 
     def _say(self) -> None:
         parts = [f"{word} trial {number} ({what})" for number, (word, what, _) in sorted(self.running.items())]

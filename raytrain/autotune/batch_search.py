@@ -128,21 +128,15 @@ class CandidateSearch:
         size = max(set(curve.first_pass) & set(self.reference.first_pass), default=None)
         if size is None:
             return f"no size was measured in {self.reference.precision} too"
-        (loss, norm), (reference_loss, reference_norm) = curve.first_pass[size], self.reference.first_pass[size]
-        return outside_band(
-            loss, norm, reference=self.reference.precision, reference_loss=reference_loss, reference_norm=reference_norm
-        )
+        return outside_band(curve.first_pass[size], self.reference.first_pass[size], name=self.reference.precision)
 
     def faster(self) -> list[SizeCurve]:
         """Precisions that beat the reference on time, or all if it does not run, the fastest first."""
         others = [one for one in self.curves.values() if one is not self.reference and one.chosen is not None]
         if self.reference.chosen is not None:
-            others = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.is_noise(one)]
+            rate, least = self.reference.rate, 1 + WORTHWHILE_GAIN
+            others = [one for one in others if one.rate / rate > least and not self.is_noise(one)]
         return sorted(others, key=lambda one: one.rate, reverse=True)
-
-    def gain(self, curve: SizeCurve) -> float:
-        """Rows per second at a precision's best size over those of the reference at its own."""
-        return curve.rate / self.reference.rate
 
     def is_noise(self, curve: SizeCurve) -> bool:
         """Whether rounds in turn did not show that a precision with the better median is faster than the reference."""
@@ -364,7 +358,7 @@ def _why_not(search: CandidateSearch, curve: SizeCurve) -> str:
     if curve is search.reference or reference is None:
         return ""
     text = _compared(search, own, reference)
-    if search.gain(curve) > 1 + WORTHWHILE_GAIN and search.is_noise(curve):
+    if curve.rate / search.reference.rate > 1 + WORTHWHILE_GAIN and search.is_noise(curve):
         text += f"; too noisy to tell them apart, so that {reference.precision} stays: search again on an idle machine"
     refusal = search.refusal(curve)
     return f"{text}, but refused: {refusal}" if refusal else text

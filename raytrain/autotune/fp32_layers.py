@@ -106,10 +106,7 @@ def _compared(session: Session, micro: MicroBatch, precision: str) -> tuple[Reso
             step.gradients.check()
             found[:] = float(loss.detach()), float(step.gradients.sum_of_squares().sqrt())
 
-        outcome, reason = run_agreed(
-            work, workers=step.workers, device=step.device, remote=trainable.remote,
-            collective_passes=step.collective_passes,
-        )  # fmt: skip
+        outcome, reason = run_agreed(work, step)
         if outcome == "out_of_memory":
             raise OutOfMemory(reason)
         return reason, found[0], found[1]
@@ -123,9 +120,7 @@ def _compared(session: Session, micro: MicroBatch, precision: str) -> tuple[Reso
     def refusal(kept: list[str]) -> str:
         layers.keep(kept)
         why, loss, norm = one_pass(half)
-        why = why or outside_band(
-            loss, norm, difference(), reference_loss=reference_loss, reference_norm=reference_norm
-        )  # fmt: skip
+        why = why or outside_band((loss, norm), (reference_loss, reference_norm), difference())
         return step.workers.broadcast_object(why)
 
     try:

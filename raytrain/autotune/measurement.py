@@ -167,17 +167,18 @@ def has_winner(seconds: list[list[float]]) -> bool:
 
 
 def outside_band(
-    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float,
-    reference: str = "fp32",
-) -> str:  # fmt: skip
-    """Why a pass is outside the reference's numeric band, "" where it is inside. `difference`: norm of the gradient's
-    difference from the reference's, relative to its norm, if known, since a loss shows less than the next steps."""
+    own: tuple[float, float], reference: tuple[float, float], difference: float = 0.0, *, name: str = "fp32"
+) -> str:
+    """Why a pass is outside the numeric band of a reference, a precision of this `name`, "" where it is inside; of both
+    the loss and the gradient norm. `difference`: norm of the gradient's difference from the reference's, relative to
+    its norm, if known, since a loss shows less than the next steps."""
+    (loss, norm), (reference_loss, reference_norm) = own, reference
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "the loss or gradient is not finite"
     if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
-        return f"the loss is {loss:.6g} where {reference} has {reference_loss:.6g}"
+        return f"the loss is {loss:.6g} where {name} has {reference_loss:.6g}"
     if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
-        return f"the gradient norm is {norm / reference_norm:.3g} times {reference}'s"
+        return f"the gradient norm is {norm / reference_norm:.3g} times {name}'s"
     if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
-        return f"the gradient differs from {reference}'s by {difference:.0%}"
+        return f"the gradient differs from {name}'s by {difference:.0%}"
     return ""

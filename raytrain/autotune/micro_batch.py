@@ -19,9 +19,8 @@ from raytrain.autotune.size_curve import sizes_dividing
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred, Resolved, size_text
-from raytrain.plan.memory import DOUBTFUL
 from raytrain.plan.shares import SPLITS
-from raytrain.train.memory.device import give_back_freed_memory, process_budget
+from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
 
 #: The first size measured is at most this fraction of the largest one.
@@ -140,10 +139,3 @@ def memory_budget(session: Session) -> int | None:
     )
     known = [row[0] for row in session.workers.all_gather_floats([float(own or 0)]) if row[0]]
     return int(min(known)) if known else None
-
-
-def spare_memory(session: Session, *, peak: int | None, budget: int | None) -> None:
-    """On a CPU, if a step needs more than half of a worker's memory, make malloc return freed memory, which made the
-    resident set of a mixture of experts half as large again as what was in use."""
-    if session.device.type == "cpu" and peak and budget and peak > DOUBTFUL * budget:
-        give_back_freed_memory()

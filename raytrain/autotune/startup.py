@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from statistics import median
 from typing import Any
 
 from cluster.wording import counted
@@ -18,17 +19,18 @@ from raytrain.accelerator import device_name, seconds_of
 from raytrain.autotune.batch_search import choose_precision
 from raytrain.autotune.fp32_layers import measure_layers
 from raytrain.autotune.measurement import Candidate, faster_beyond_noise, has_winner
-from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes, spare_memory
+from raytrain.autotune.micro_batch import measure_micro_batch, possible_sizes
 from raytrain.autotune.preserve import preserve_model
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved, seconds_text
-from raytrain.plan.memory import TINY_PARAMETERS
+from raytrain.plan.memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan.shares import Shares, gain_over_equal, shares_of
 from raytrain.plan.speed import FEW_STEPS, too_few
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
+from raytrain.train.memory.device import give_back_freed_memory
 from raytrain.train.precision import policy_for
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
@@ -164,22 +166,21 @@ def settle_precision(calibration: Calibration, *, forced: str | None, loaded: Lo
         settle_layers(calibration, [session.precision or ""])
         return
     assert isinstance(planned, Deferred), "what is resolved has a value"
-    record = calibration.settle("precision", partial(_measured_precision, calibration, planned.bounds))
+
+    def measure() -> Record:
+        session.prepare("fp32")
+        use_fitting_rows(calibration)
+        settle_layers(calibration, planned.bounds)
+        calibration.begin("precisions")
+        return _record(*measure_precision(calibration.probe, planned.bounds))
+
+    record = calibration.settle("precision", measure)
     if session.precision is None:
         session.prepare(record["value"])
         settle_layers(calibration, [record["value"]])
     else:  # a measurement has prepared it in fp32
         session.use_precision(record["value"])
     calibration.show("precision", "precision", record["value"], record)
-
-
-def _measured_precision(calibration: Calibration, candidates: Sequence[str]) -> Record:
-    """Prepare the session in fp32, and measure with as many rows as fit."""
-    calibration.session.prepare("fp32")
-    use_fitting_rows(calibration)
-    settle_layers(calibration, candidates)
-    calibration.begin("precisions")
-    return _record(*measure_precision(calibration.probe, candidates))
 
 
 def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Resolved, list[dict[str, Any]]]:
@@ -220,7 +221,10 @@ def settle_micro_batch(calibration: Calibration) -> None:
     if calibration.session.settings.micro_batch is None:
         record = _fitting_rows(calibration)
         calibration.use(micro_batch=record["value"])
-        spare_memory(calibration.session, peak=record["peak_bytes"], budget=record["budget_bytes"])
+        peak, budget = record["peak_bytes"], record["budget_bytes"]
+        if calibration.session.device.type == "cpu" and peak and budget and peak > DOUBTFUL * budget:
+            # what malloc kept made the resident set of a mixture of experts half as large again as what was in use
+            give_back_freed_memory()
         calibration.show("micro_batch", "batch", f"micro-batches of {record['value']}", record)
 
 
@@ -228,7 +232,7 @@ def use_fitting_rows(calibration: Calibration) -> None:
     """Before a measurement that precedes the choice of the micro-batch: until then the loader has the largest size,
     which may need more memory than there is. Measures in the session's present precision; raises NothingFits."""
     if calibration.session.settings.micro_batch is None:
-        calibration.session.loader.micro_batch = _fitting_rows(calibration)["value"]
+        calibration.session.loader.batches.micro_batch = _fitting_rows(calibration)["value"]
 
 
 def _fitting_rows(calibration: Calibration) -> Record:
@@ -279,8 +283,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     step_s = share * min(eager.round_s)  # other work on the machine makes a short run look long
     if steps * step_s * (1 - 1 / USUAL_RATIO) < USUAL_COMPILATION_S:
         left = f"{counted(steps, 'step')} of {seconds_text(step_s)}"
-        why = f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s"
-        return _off(why)
+        return _off(f"{left} are too short for a compilation to pay, which takes about {USUAL_COMPILATION_S:.0f} s")
     calibration.begin("compilation")
     try:
         calibration.use(compiled=True)
@@ -303,7 +306,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     faster, how = faster_beyond_noise(compiled.round_s, eager.round_s, than="eager ones")
     reason = f"compiled passes measured {how} ({text})"
     if faster:  # what the compilation took is spent either way
-        saved = seconds_text(steps * share * (eager.median_s - compiled.median_s))
+        saved = seconds_text(steps * share * (median(eager.round_s) - median(compiled.round_s)))
         reason += f", {saved} less for {seconds_text(status['seconds'])} of compilation"
     return _record(Resolved("default" if faster else "off", reason), trials)
 

@@ -25,7 +25,7 @@ from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
 from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
 from raytrain.autotune.preserve import preserve_model, preserve_optimizers, preserve_skipped
-from raytrain.data.rows.batches import Cursor
+from raytrain.data.rows.batches import known_lengths
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.map_style import longest_row
 from raytrain.errors import OutOfMemory, first_line
@@ -33,12 +33,11 @@ from raytrain.plan.batch import EVAL_MICRO_BATCHES
 from raytrain.plan.choice import size_text
 from raytrain.train.compile import forget_graphs
 from raytrain.train.device import rng_state, set_rng_state
-from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory, let_go
-from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import LossScale, apply_matmul, policy_for
 from raytrain.train.session import Session
-from raytrain.trainable import GlobalStep, MicroBatch, RemoteState
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import GlobalStep, MicroBatch, in_eval
 
 #: Micro-batches that accumulate while memory is read (from the second on, gradients exist already), and rows of the
 #: warm-up on a CPU: memory that a larger size allocates permanently is part of its own peak.
@@ -56,30 +55,28 @@ CHEAP_S = 0.25
 Clear = Callable[[list[list[float]]], bool]
 
 
-def run_agreed(
-    work: Callable[[], object], *, workers: Workers, device: torch.device, remote: RemoteState,
-    collective_passes: bool = False, budget: int | None = None,
-) -> tuple[Outcome, str]:  # fmt: skip
-    """Run a part of a measurement on all workers; the outcome, the same on every one, and the reason of a failure,
-    after which its passes are discarded, also on remote hosts. Collective.
+def run_agreed(work: Callable[[], object], step: TrainingStep, budget: int | None = None) -> tuple[Outcome, str]:
+    """Run a part of a measurement of `step` on all workers; the outcome, the same on every one, and the reason of a
+    failure, after which its passes are discarded, also on remote hosts. Collective.
 
     It may fail on one worker, or on a host that holds a part of the model. A worker that fails in the middle of its
     passes tells the hosts (`RemoteState.end_passes`), so that the failure is a result and does not end the attempt.
 
     `work` contains no collective except the passes of a model with remote state, and every worker starts the same
-    number of those. With `collective_passes`, which no worker can leave (`fsdp`), a failure is raised, and ends the
+    number of those. With collective passes, which no worker can leave (`fsdp`), a failure is raised, and ends the
     attempt. `budget`: see `is_out_of_memory`.
     """
+    remote, workers = step.trainable.remote, step.workers
     outcome: Outcome = "ok"
     reason = ""
     try:
         work()
     except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
-        if collective_passes and not remote.distributed and workers.world_size > 1:
+        if step.collective_passes and not remote.distributed and workers.world_size > 1:
             raise
-        outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
+        outcome = "out_of_memory" if is_out_of_memory(error, device=step.device, budget=budget) else "error"
         reason = first_line(error)
-        let_go(error, device)
+        let_go(error, step.device)
     remote.end_passes(short=outcome != "ok")
     short, failed = workers.all_reduce_ints([int(outcome == "out_of_memory"), int(outcome == "error")])
     if not short and not failed:
@@ -116,49 +113,6 @@ class PassTimes:
     error: str = ""
     weight_unknown: bool = False
 
-    @property
-    def median_s(self) -> float:
-        return median(self.round_s)
-
-
-class RowChoice:
-    """Which rows a worker measures with: those that training would use next, and with them the longest ones. `cursor`:
-    position in the data of the first row; it is not moved. `eval_split`: placed, or None where nothing is evaluated."""
-
-    def __init__(self, loader: BatchLoader, *, cursor: Cursor, workers: Workers, eval_split: Split | None) -> None:
-        self._loader, self._cursor, self._workers = loader, cursor, workers
-        self._longest = {id(split): longest_row(split) for split in (loader.batches.split, eval_split) if split}
-
-    def rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
-        """This worker's micro-batches: rows of the epoch from the cursor on, continued from its start where it ends.
-
-        `passes` times `micro` rows; under a token budget each of them is several micro-batches, equally many on every
-        worker. `longest`: only the two largest possible ones, that with the longest row and that with most tokens.
-        """
-        batches, world_size, rank = self._loader.batches, self._workers.world_size, self._workers.rank
-        drawn = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
-        own = slice(rank * passes, (rank + 1) * passes)
-        cut = [batches.cut(part) for part in drawn]
-        if longest:
-            first = [self.longest_first(batches.split, part) for part in drawn[own]]
-            if batches.tokens_per_batch is None:
-                return first
-            heavy = [max(parts, key=self._tokens) for parts in cut[own]]
-            return [part for pair in zip(first, heavy, strict=True) for part in pair]
-        most = max(map(len, cut))
-        return [part for parts in cut[own] for part in [*parts, *parts[:1] * (most - len(parts))]]
-
-    def _tokens(self, rows: np.ndarray) -> int:
-        lengths = self._loader.batches.split.lengths(rows)
-        return 0 if lengths is None else len(rows) * int(lengths.max())
-
-    def longest_first(self, split: Split, rows: np.ndarray, *, times: int = 1) -> np.ndarray:
-        """These rows with the longest row of the split among them, to which the others are padded; no more rows than
-        `times` the token budget allows."""
-        longest = self._longest[id(split)]
-        rows = rows if longest is None else np.concatenate([[longest.row], rows[1:]])
-        return self._loader.batches.fitting(rows, split, times=times)
-
 
 @contextlib.contextmanager
 def computing_as(session: Session, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
@@ -193,9 +147,8 @@ class StepProbe:
         self.session = session
         self.step, self.loader, self.eval_split = session.step, session.loader, session.source.eval
         self.device, self.workers = session.device, session.workers
-        self._choice = RowChoice(
-            self.loader, cursor=session.state.cursor, workers=self.workers, eval_split=self.eval_split
-        )
+        self._cursor, splits = session.state.cursor, (self.loader.batches.split, self.eval_split)
+        self._longest = {id(split): longest_row(split) for split in splits if split}
         self._optimizer_s: float | None = None
 
     def run_proposal(self, proposal: Proposal, *, budget: int | None) -> Measured:
@@ -252,7 +205,7 @@ class StepProbe:
                 result; else the others go on without it.
         """
         scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
-        rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
+        rows = [self.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
         readings: dict[int, _Reading] = {}
 
         def run(index: int) -> tuple[float, str]:
@@ -303,7 +256,7 @@ class StepProbe:
                 step.backward(loader.micro_batches(rows), global_weight=1, passes=passes)
                 seconds, unknown[index] = seconds_of(self.device) - began, step.weight_unknown
 
-            _, reason = self._run(timed, None)
+            _, reason = run_agreed(timed, step)
             return seconds, reason
 
         seconds, errors = self._in_turn(len(befores), run, rounds, BUDGET_S, True, lambda _seconds: False)
@@ -353,6 +306,35 @@ class StepProbe:
                     break
         return seconds, errors
 
+    # -- rows -------------------------------------------------------------------------------------
+
+    def rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
+        """This worker's micro-batches: rows of the epoch from the cursor on, continued from its start where it ends.
+
+        `passes` times `micro` rows; under a token budget each of them is several micro-batches, equally many on every
+        worker. `longest`: only the two largest possible ones, that with the longest row and that with most tokens.
+        """
+        batches, world_size, rank = self.loader.batches, self.workers.world_size, self.workers.rank
+        drawn = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
+        own = slice(rank * passes, (rank + 1) * passes)
+        cut = [batches.cut(part) for part in drawn]
+        if longest:
+            first = [self.longest_first(batches.split, part) for part in drawn[own]]
+            if batches.tokens_per_batch is None:
+                return first
+            tokens = lambda rows: len(rows) * int(known_lengths(batches.split, rows).max())  # noqa: E731
+            heavy = [max(parts, key=tokens) for parts in cut[own]]
+            return [part for pair in zip(first, heavy, strict=True) for part in pair]
+        most = max(map(len, cut))
+        return [part for parts in cut[own] for part in [*parts, *parts[:1] * (most - len(parts))]]
+
+    def longest_first(self, split: Split, rows: np.ndarray, *, times: int = 1) -> np.ndarray:
+        """These rows with the longest row of the split among them, to which the others are padded; no more rows than
+        `times` the token budget allows."""
+        longest = self._longest[id(split)]
+        rows = rows if longest is None else np.concatenate([[longest.row], rows[1:]])
+        return self.loader.batches.fitting(rows, split, times=times)
+
     # -- memory -----------------------------------------------------------------------------------
 
     def _read_memory(self, one: _Reading) -> None:
@@ -360,7 +342,7 @@ class StepProbe:
         micro = one.candidate.micro_batch_size
         with exact_memory(self.device):
             # before the meter starts: what the model and its kernels allocate permanently is not due to rows
-            rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
+            rows = self.rows(micro, passes=ACCUMULATED, longest=True)
             few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
             if not (self._try(partial(self._warm_up, few), one) and self._try_update(one)):
                 return
@@ -378,17 +360,13 @@ class StepProbe:
         self.step.gradients.scale_(0.0)
 
     def _evaluate(self, micro: int) -> None:
-        split, module = self.eval_split, self.step.trainable.module
+        split = self.eval_split
         assert split is not None, "called only where there is one"
         rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
-        rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
+        rows = self.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
         batch = self.loader.one(rows, split=split)
-        modes = [(part, part.training) for part in module.modules()]
-        module.eval()
-        with torch.no_grad():
+        with in_eval(self.step.trainable.module), torch.no_grad():
             self.step.forward(batch.batch, global_weight=max(1, batch.weight))
-        for part, training in modes:
-            part.training = training
 
     # -- the parts of a step ----------------------------------------------------------------------
 
@@ -455,15 +433,9 @@ class StepProbe:
 
     # -- agreement --------------------------------------------------------------------------------
 
-    def _run(self, work: Callable[[], object], budget: int | None) -> tuple[Outcome, str]:
-        return run_agreed(
-            work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
-            collective_passes=self.step.collective_passes, budget=budget,
-        )  # fmt: skip
-
     def _try(self, work: Callable[[], object], one: _Reading) -> bool:
         """Whether it succeeded on every worker; if not, the reading has the outcome and the reason."""
-        outcome, reason = self._run(work, one.budget)
+        outcome, reason = run_agreed(work, self.step, one.budget)
         if outcome != "ok":
             one.outcome, one.reason = outcome, reason
             one.pass_s, one.update_s = [], []  # lengths differ between workers

@@ -88,14 +88,19 @@ def write_tensors(
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     stream = HashingStream(file)
-    stream.write(len(text).to_bytes(8, "little") + text)
+    stream.write(encoded_header(header))
     for name in names:
         plain = tensors[name].detach().cpu().resolve_conj().resolve_neg()  # a conjugated view has the bytes of its base
         stream.write(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return stream.written()
+
+
+def encoded_header(header: Mapping[str, object]) -> bytes:
+    """The begin of a file: the length of the JSON, and the JSON; the format aligns the tensors to 8 bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def shards(tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES) -> Iterator[dict[str, Tensor]]:
@@ -156,16 +161,16 @@ def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition 
     """Copies of tensors whose rows are stored one after another in local safetensors files; with `place`, only the rows
     of that worker. Errors: as `read_tensors`, and CheckpointError for a missing tensor."""
     wanted = set(names)
-    held: dict[str, list[tuple[str, int]]] = {name: [] for name in wanted}  # (file, rows there)
+    held: dict[str, list[int]] = {name: [] for name in wanted}  # rows in each file that has some
     try:
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in wanted.intersection(file.keys()):
-                    held[name].append((path, int(file.get_slice(name).get_shape()[0])))
+                    held[name].append(int(file.get_slice(name).get_shape()[0]))
         missing = sorted(name for name, found in held.items() if not found)
         if missing:
             raise CheckpointError(f"the tensor {missing[0]} is missing")
-        spans = {name: rows_of(_total(found), place) if place else (0, _total(found)) for name, found in held.items()}
+        spans = {name: rows_of(sum(rows), place) if place else (0, sum(rows)) for name, rows in held.items()}
         pieces: dict[str, list[Tensor]] = {name: [] for name in wanted}
         seen = dict.fromkeys(wanted, 0)
         for path in paths:
@@ -181,7 +186,3 @@ def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition 
         return {name: torch.cat(found) for name, found in pieces.items()}
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"no readable safetensors file among {', '.join(paths)} ({error})") from error
-
-
-def _total(held: Sequence[tuple[str, int]]) -> int:
-    return sum(rows for _, rows in held)

@@ -247,13 +247,6 @@ class Staging:
             chunk, left = chunk[size:], left - size
 
 
-def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The local part of each tensor, and the names of sharded ones (torch's DTensor)."""
-    held = ((name, getattr(tensor, "to_local", None)) for name, tensor in tensors.items())
-    rows: dict[str, Tensor] = {name: to_local() for name, to_local in held if to_local is not None}
-    return {**tensors, **rows}, list(rows)
-
-
 def take_snapshot(
     parts: Mapping[str, Any], state: Mapping[str, Any], *, step: int, staging: Staging | None = None
 ) -> Snapshot:
@@ -269,8 +262,9 @@ def take_snapshot(
         if not PART_NAME.fullmatch(part) or part in _RESERVED:
             raise CheckpointError(f"{part!r} cannot name a part of a checkpoint")
         flat = flatten(value.state_dict() if hasattr(value, "state_dict") else value)
-        own, rows = _own(flat.tensors)
-        tensors[part], aliases = split_tied(own)
+        held = ((name, getattr(tensor, "to_local", None)) for name, tensor in flat.tensors.items())
+        rows: dict[str, Tensor] = {name: to_local() for name, to_local in held if to_local is not None}  # of shards
+        tensors[part], aliases = split_tied({**flat.tensors, **rows})
         skeletons[part] = flat.skeleton
         if aliases:
             tied[part] = aliases

@@ -18,6 +18,7 @@ from raytrain.checkpoint.reader import (
     list_checkpoints,
     read_weights,
 )
+from raytrain.checkpoint.safetensors import encoded_header
 from raytrain.errors import CheckpointError, InputError
 from raytrain.infer.generate import language_sample
 from raytrain.models.huggingface import open_tokenizer
@@ -102,9 +103,7 @@ def write_weights(
                 with open(path, "rb") as file, open(f"{path}.tmp", "wb") as copy:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
                     header["__metadata__"] = {**notes, **about, **header.get("__metadata__", {})}
-                    text = json.dumps(header, separators=(",", ":")).encode()
-                    text += b" " * (-len(text) % 8)  # the format aligns the tensors to 8 bytes
-                    copy.write(len(text).to_bytes(8, "little") + text)
+                    copy.write(encoded_header(header))
                     shutil.copyfileobj(file, copy, 16 * 2**20)
                 os.replace(f"{path}.tmp", path)
         if tokenizer is not None:

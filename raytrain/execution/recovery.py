@@ -7,7 +7,6 @@ Ray was lost.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -23,6 +22,7 @@ from raytrain.execution.reporter import Superseded
 from raytrain.runs.faults import CAUSES, Fault
 from raytrain.runs.folder import RunFolder, start_anew
 from raytrain.train.job import TrainJob, place_of
+from raytrain.train.memory.device import let_go
 from raytrain.train.memory.micro_batch import halved
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import HIGHER_PRECISION
@@ -222,10 +222,7 @@ class RewindPolicy:
         if session.state.step > self._furthest:
             self._furthest, self._times = session.state.step, 0
         while True:
-            failed: BaseException | None = error
-            while failed is not None:  # the local variables of the frames keep micro-batches and autograd graphs alive
-                traceback.clear_frames(failed.__traceback__)
-                failed = failed.__cause__ or failed.__context__
+            let_go(error, session.device)
             self._times += 1
             if self._times > self._limit:
                 raise RunError(f"{error}; {self._limit} rewinds without a new step (retry.restarts_without_progress)")

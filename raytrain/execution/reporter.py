@@ -34,16 +34,8 @@ class Observers:
         self._active = list(observers)
         self._on_failure = on_failure
 
-    def metrics(self, row: dict[str, Any]) -> None:
-        self._call("metrics", row)
-
-    def event(self, row: dict[str, Any]) -> None:
-        self._call("event", row)
-
-    def close(self) -> None:
-        self._call("close")
-
-    def _call(self, name: str, *rows: dict[str, Any]) -> None:
+    def call(self, name: str, *rows: dict[str, Any]) -> None:
+        """Call the method "metrics", "event" or "close" of each observer that has it."""
         for observer in list(self._active):
             takes_all = not (hasattr(observer, "metrics") or hasattr(observer, "event")) and callable(observer)
             method = getattr(observer, name, observer if takes_all and rows else None)
@@ -163,7 +155,7 @@ class RankZeroReporter:
     def metrics(self, row: dict[str, Any]) -> None:
         self.fence()
         self.run.writer(self.run.metrics).write(row)
-        self._observers.metrics(row)
+        self._observers.call("metrics", row)
         self.last_row = row
         if row["kind"] == "eval":
             loss, before = float(row["loss"]), self._best
@@ -186,7 +178,7 @@ class RankZeroReporter:
         self.run.append_event(row)
         if kind in PRINTED or fields.get("what") == "rollback":
             print(row["reason"])
-        self._observers.event(row)
+        self._observers.call("event", row)
         if kind == "out_of_memory":
             print(f"out of memory: {row['reason']}")
 
@@ -204,7 +196,7 @@ class RankZeroReporter:
 
     def close(self) -> None:
         """Close the observers, then upload pending rows to an object store. Raises Superseded."""
-        self._observers.close()
+        self._observers.call("close")
         self.fence()
         self.run.flush()
 

@@ -9,7 +9,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,31 +50,26 @@ def faulty_nodes(faults: Iterable[Fault]) -> list[str]:
     return sorted(node for node, count in counts.items() if count >= MOST_FAULTS)
 
 
-@dataclass(frozen=True)
-class NodeChoice:
-    """Which nodes the next worker group must not use. Called in Ray Train's controller before each group starts."""
-
-    run_path: str
-    each: Mapping[str, float]  # resources of one worker
-    least: int  # workers with which the run can continue
-    channel: Any  # the `DriverChannel` actor, which receives each node that is left out
-
-    def selector(self, nodes: Callable[[], list[dict[str, Any]]]) -> dict[str, str] | None:
-        """Ray's label selector that leaves the faulty nodes out; None if there are none, or if the others have no room.
-        `nodes` returns what `ray.nodes()` does."""
-        faulty = faulty_nodes(read_faults(RunFolder(self.run_path), since=0))
-        if not faulty:
-            return None
-        alive = {node["NodeID"]: node for node in nodes() if node["Alive"]}
-        left_out = [node for node in faulty if node in alive]
-        others = [dict(node["Resources"]) for name, node in alive.items() if name not in left_out]
-        if not left_out or room_for(self.each, others) < self.least:
-            return None
-        for node in left_out:
-            address = alive[node]["NodeManagerAddress"]
-            text = f"workers on node {address} failed {MOST_FAULTS} times as on a broken machine: it is left out"
-            self.channel.warn.remote(f"node_left_out:{node}", "node_left_out", text, {"node": node, "address": address})
-        return {NODE_ID_LABEL: f"!in({','.join(left_out)})"}
+def choose_nodes(
+    run_path: str, each: Mapping[str, float], least: int, channel: Any, nodes: Callable[[], list[dict[str, Any]]]
+) -> dict[str, str] | None:
+    """Ray's label selector that leaves the faulty nodes out of the next worker group; None if there are none, or if the
+    others have no room for `least` workers with the resources `each`. Called in Ray Train's controller before each
+    group starts; `nodes` returns what `ray.nodes()` does, and the `DriverChannel` receives each node that is left out.
+    """
+    faulty = faulty_nodes(read_faults(RunFolder(run_path), since=0))
+    if not faulty:
+        return None
+    alive = {node["NodeID"]: node for node in nodes() if node["Alive"]}
+    left_out = [node for node in faulty if node in alive]
+    others = [dict(node["Resources"]) for name, node in alive.items() if name not in left_out]
+    if not left_out or room_for(each, others) < least:
+        return None
+    for node in left_out:
+        address = alive[node]["NodeManagerAddress"]
+        text = f"workers on node {address} failed {MOST_FAULTS} times as on a broken machine: it is left out"
+        channel.warn.remote(f"node_left_out:{node}", "node_left_out", text, {"node": node, "address": address})
+    return {NODE_ID_LABEL: f"!in({','.join(left_out)})"}
 
 
 def fit(
@@ -94,8 +88,9 @@ def fit(
     """
     on_gpu = job.planned("device") == "cuda"
     resources = worker_resources(job.plan, local=local)
-    choice = NodeChoice(job.run_path, resources, least or int(job.planned("workers")), channel)
-    choosing = [] if local else node_callbacks(partial(choice.selector, ray.nodes))
+    needed = least or int(job.planned("workers"))
+    selector = partial(choose_nodes, job.run_path, resources, needed, channel, ray.nodes)
+    choosing = [] if local else node_callbacks(selector)
     # the job may contain Python objects; Ray re-exports `dumps` without declaring it
     channel.keep.remote("job", cloudpickle.dumps(job))  # pyright: ignore[reportPrivateImportUsage]
     if data is not None:

@@ -401,7 +401,7 @@ class Worker:
         fault = fault_of(
             error, attempt=self.attempt, rank=self.workers.rank, step=self._step(), from_step=self.from_step,
             precision=(session.precision or "") if session else "", node=self._node,
-            micro_batch=session.loader.micro_batch if session and session.precision else None,
+            micro_batch=session.loader.batches.micro_batch if session and session.precision else None,
             device=session.device if session and on_gpu(session.device) else None,
         )  # fmt: skip
         if fault.out_of_memory and self.job.loop.micro_batch_size == "whole":  # no restart with half of it

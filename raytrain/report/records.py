@@ -93,7 +93,7 @@ def read_records(run: RunFolder) -> RunRecords:
     nodes = [mapping(node) for node in listed(inventory.get("nodes"))]
     known_facts = {name: number(facts.get(name)) for name in ("train_rows", "eval_rows", "vocab_size")}
     sources = mapping(plan.get("sources"))
-    leaves = _leaves(mapping(plan.get("config")), "")
+    leaves = dotted_leaves(mapping(plan.get("config")), "")
     files = [entry.name for entry in run.store.entries("telemetry") if entry.name.endswith(".jsonl")]
     rows = [row for name in files for row in _rows(run, join(run.path, f"telemetry/{name}"), unreadable)]
     known = [row for row in rows if isinstance(row.get("devices"), list) and number(row.get("time")) is not None]
@@ -242,11 +242,12 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
     return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)
 
 
-def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:
+def dotted_leaves(mapping: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield each value of nested mappings with its dotted key; an empty mapping is a value."""
     for key, value in mapping.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{dotted}.")
+            yield from dotted_leaves(value, f"{dotted}.")
         else:
             yield dotted, value
 

@@ -34,7 +34,7 @@ from raytrain.train.activation_checkpointing import Recomputed, recompute
 from raytrain.train.device import CudnnBenchmark
 from raytrain.train.job import TrainJob
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.precision import PrecisionPolicy
+from raytrain.train.precision import PrecisionPolicy, put_back
 from raytrain.trainable import Trainable
 
 KEY = "loop.compile_parts"
@@ -195,7 +195,7 @@ class CompiledParts:
         frames, breaks = set[str](), {type(part): dict[str, int]() for _, part in parts}
         self._breaks = list(breaks.values())
         self.parts = [PartStatus(name, type(part).__name__, frames, breaks[type(part)]) for name, part in parts]
-        self._forwards: list[tuple[Any, Any]] = []
+        self._forwards: dict[Any, Any] = {}
         self._taken = 0.0
         self._reported: tuple[Any, ...] = ()
         _watch()
@@ -206,17 +206,13 @@ class CompiledParts:
                     setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
             # inside the recomputation of activations: backward calls the compiled part again
             holder: Any = part.forward if isinstance(part.forward, Recomputed) else part
-            self._forwards.append((holder, holder.__dict__.get("forward")))
+            self._forwards[holder] = holder.__dict__.get("forward")
             holder.forward = _Compiled(self, status, holder.forward, backend, static=static)
 
     def off(self) -> None:
         """Restore the original forward of every part; the counts remain."""
-        for holder, before in self._forwards:
-            if before is None:  # that of its class
-                holder.__dict__.pop("forward", None)
-            else:
-                holder.forward = before
-        self._forwards = []
+        put_back(self._forwards)
+        self._forwards = {}
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -92,44 +91,31 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 # ---------------------------------------------------------------- process settings
 
 
-@dataclass(frozen=True)
-class ProcessSettings:
+def process_settings() -> dict[str, Any]:
     """What changes the results or the speed of a process and is global to it; threads and memory limits are not here,
     since each process has its own."""
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE),
+        "matmul": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": bool(torch.backends.cudnn.allow_tf32),
+        "cudnn_deterministic": bool(torch.backends.cudnn.deterministic),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "seed": torch.initial_seed(),
+    }
 
-    deterministic: bool
-    cublas_workspace: str | None
-    matmul: str
-    cudnn_tf32: bool
-    cudnn_deterministic: bool
-    cudnn_benchmark: bool
-    seed: int
 
-    @classmethod
-    def current(cls) -> ProcessSettings:
-        return cls(
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            cublas_workspace=os.environ.get(CUBLAS_WORKSPACE),
-            matmul=torch.get_float32_matmul_precision(),
-            cudnn_tf32=bool(torch.backends.cudnn.allow_tf32),
-            cudnn_deterministic=bool(torch.backends.cudnn.deterministic),
-            cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
-            seed=torch.initial_seed(),
-        )
-
-    def apply(self) -> None:
-        if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # the call imports torch's compiler
-            torch.use_deterministic_algorithms(self.deterministic)
-        if self.cublas_workspace is not None:
-            os.environ[CUBLAS_WORKSPACE] = self.cublas_workspace
-        torch.set_float32_matmul_precision(self.matmul)
-        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
-        torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        seed_everything(self.seed)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+def apply_process_settings(settings: dict[str, Any]) -> None:
+    """Give this process the `process_settings` of another one."""
+    if torch.are_deterministic_algorithms_enabled() != settings["deterministic"]:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(settings["deterministic"])
+    if settings["cublas_workspace"] is not None:
+        os.environ[CUBLAS_WORKSPACE] = settings["cublas_workspace"]
+    torch.set_float32_matmul_precision(settings["matmul"])
+    torch.backends.cudnn.allow_tf32 = settings["cudnn_tf32"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    seed_everything(settings["seed"])
 
 
 # ---------------------------------------------------------------- cudnn

@@ -37,7 +37,6 @@ from raytrain.models.weights.stored import StartingWeights, is_extra
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.shares import Shares, shares_of
-from raytrain.train.state import LoopLimits
 from raytrain.trainable import Trainable
 
 
@@ -113,19 +112,6 @@ class StepSettings:
         if tokens is not None and before is not None and rows < before:
             tokens = max(1, tokens * rows // before)
         return replace(self, micro_batch=rows, tokens_per_batch=tokens)
-
-
-def limits_of(job: TrainJob) -> LoopLimits:
-    every = job.planned("eval_every")
-    return LoopLimits(
-        max_steps=int(job.planned("max_steps")),
-        log_every=job.loop.log_every,
-        eval_every=int(every) if every else None,
-        patience=job.loop.patience,
-        min_delta=job.loop.min_delta,
-        nonfinite_steps=job.retry.nonfinite_steps,
-        clear_every=job.loop.clear_every,
-    )
 
 
 # ---------------------------------------------------------------- build

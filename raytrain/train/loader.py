@@ -52,7 +52,8 @@ class BatchLoader:
     """Yields this worker's micro-batches of each step and of an evaluation, with their weights.
 
     Args:
-        batches: selects the rows of each step, and this rank's share of them.
+        batches: selects the rows of each step, and this rank's share of them. Its `micro_batch` may change during a
+            run, to the same value on all workers.
         weight: `Trainable.weight`; None counts the labels other than -100, or the rows where there are no labels.
         dtype: if float64, floating-point tensors of a batch are cast to it; otherwise they keep their dtype, except for
             float64 columns that float32 holds as well (`raytrain.data.rows.float64`).
@@ -128,23 +129,13 @@ class BatchLoader:
             lengths.append(found)
             longest = max(longest, int(found.max()))
         rows = max(1, budget // longest)
-        waste = padding_waste(lengths, budget=budget, most_rows=self.micro_batch, fixed_rows=rows)
+        waste = padding_waste(lengths, budget=budget, most_rows=self.batches.micro_batch, fixed_rows=rows)
         self.notice(
             "token_budget",
             **waste._asdict(),
             reason=f"{waste.budget:.1%} of what is computed is padding, in {waste.micro_batches} micro-batches; "
             f"{waste.fixed:.1%} in {waste.fixed_micro_batches} of {rows} rows each",
         )
-
-    @property
-    def micro_batch(self) -> int:
-        """Maximum rows of one forward pass. It may change during a run, to the same value on all workers; the rows of
-        a global batch and of an evaluation stay the same."""
-        return self.batches.micro_batch
-
-    @micro_batch.setter
-    def micro_batch(self, rows: int) -> None:
-        self.batches.micro_batch = rows
 
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
         batch = self.batches.global_batch(cursor)
@@ -205,7 +196,7 @@ class BatchLoader:
         if batches.tokens_per_batch is not None:
             parts = batches.parts(rows, split, times=self.eval_times)
             return parts[part_of_rank(len(parts), **place)]
-        micro = self.eval_times * self.micro_batch
+        micro = self.eval_times * batches.micro_batch
         return rank_micro_batches(rows, micro_batch=micro, shares=batches.shares, **place)
 
     def _scored(self, split: Split, limit: int | None) -> np.ndarray:
@@ -213,7 +204,7 @@ class BatchLoader:
         return split.eval_order()[: None if limit is None else limit * self.batches.global_batch_size]
 
     def _most_passes(self, rows: np.ndarray, split: Split, *, times: int) -> int:
-        batches, micro_batch = self.batches, times * self.micro_batch
+        batches, micro_batch = self.batches, times * self.batches.micro_batch
         if batches.tokens_per_batch is not None:
             return math.ceil(len(batches.parts(rows, split, times=times)) / batches.world_size)
         if batches.shares is None:
@@ -227,7 +218,7 @@ class BatchLoader:
 
     def first(self, rows: np.ndarray) -> MicroBatch:
         """The first of these training rows, as many as fit in one micro-batch; for probes."""
-        return self.one(self.batches.fitting(rows[: self.micro_batch], self.batches.split))
+        return self.one(self.batches.fitting(rows[: self.batches.micro_batch], self.batches.split))
 
     def weight(self, rows: np.ndarray) -> int:
         """The weight of these training rows; reads them only if the split does not know it."""

@@ -167,21 +167,16 @@ def _unshardable(trainable: Trainable) -> Iterator[tuple[str, list[str], str, st
     yield "embeddings with sparse gradients", sparse, "sparse=False", "change it, or "
     yield ("hooks on accumulated gradients", [name for name, one in named if one._post_accumulate_grad_hooks],
            "tensor hooks (register_hook), which see the gradient of each micro-batch", "")  # fmt: skip
-    shared = set(_shared_with_blocks(trainable))
-    yield ("weights that a block shares with something outside it", [name for name, one in named if id(one) in shared],
-           "weights that are tied within one block, or outside the blocks", "")  # fmt: skip
-
-
-def _shared_with_blocks(trainable: Trainable) -> Iterator[int]:
-    """Yield the ids of parameters that belong to several blocks, or to a block and something outside it."""
     blocks = blocks_of(trainable, key=SHARDS)
-    owners: dict[int, set[str]] = defaultdict(set)
+    owners: dict[int, set[str]] = defaultdict(set)  # id of a parameter -> its blocks, "" for what is outside them
     for name, block in blocks:
         for parameter in block.parameters():
             owners[id(parameter)].add(name)
     inside = {id(part) for _, block in blocks for part in block.modules()}
-    for part in trainable.module.modules():
+    for part in module.modules():
         if id(part) not in inside:
             for parameter in part.parameters(recurse=False):
                 owners[id(parameter)].add("")
-    yield from (key for key, names in owners.items() if len(names) > 1)
+    shared = [name for name, one in named if len(owners[id(one)]) > 1]
+    yield ("weights that a block shares with something outside it", shared,
+           "weights that are tied within one block, or outside the blocks", "")  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.models.blocks import blocks_of
+from raytrain.train.placing import is_sharded, local
 from raytrain.trainable import Trainable
 
 _sgd_step = inspect.unwrap(torch.optim.SGD.step)
@@ -104,7 +105,7 @@ class Muon(Eager, torch.optim.Optimizer):
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+            gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
             moved = buffer.lerp(gradient, 1 - momentum)
             matrices = _matrices(gradient.lerp(moved, momentum), parameter)
             directions.append(_format_of_products(matrices))  # at once: it halves the bytes that are kept
@@ -114,7 +115,7 @@ class Muon(Eager, torch.optim.Optimizer):
         found = orthogonal(_joined(directions)).split(sizes)
         rate, decay = RMS * math.sqrt(max(parameters[0].shape[-2:])) * lr, 1 - lr * weight_decay
         for parameter, update in zip(parameters, found, strict=True):
-            own = _local(parameter)
+            own = local(parameter)
             changed = own.mul(decay).sub_(_own_part(update, parameter).to(own.dtype), alpha=rate)
             own.copy_(changed if skip is None else torch.where(skip, own, changed))
 
@@ -159,35 +160,25 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     yield from open_.values()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor unchanged."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def _matrices(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return (N, A, B): the full matrix of which `local` is a part, or this process's matrices of a stack."""
+def _matrices(own: Tensor, parameter: Tensor) -> Tensor:
+    """Return (N, A, B): the full matrix of which `own` is a part, or this process's matrices of a stack."""
     if parameter.ndim == 3:
-        return local
-    if hasattr(parameter, "to_local"):
-        from torch.distributed.tensor import DTensor
+        return own
+    if is_sharded(parameter):
+        from raytrain.train.parallel.fsdp import like  # imported already where there are shards
 
-        assert isinstance(parameter, DTensor)
-        shape = {"shape": parameter.shape, "stride": parameter.stride()}
-        local = DTensor.from_local(local, parameter.device_mesh, parameter.placements, **shape).full_tensor()
-    return local[None]
+        own = like(parameter, own).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    return own[None]
 
 
 def _own_part(update: Tensor, parameter: Tensor) -> Tensor:
     """The inverse of `_matrices`, without communication."""
     if parameter.ndim == 3:
         return update
-    if hasattr(parameter, "to_local"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
+    if is_sharded(parameter):
+        from raytrain.train.parallel.fsdp import cut
 
-        assert isinstance(parameter, DTensor)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(update[0], mesh, placements, src_data_rank=None).to_local()
+        return local(cut(parameter, update[0]))
     return update[0]
 
 
@@ -236,7 +227,7 @@ def build_optimizers(
     able = all(one.device.type in ("cpu", "cuda") and one.is_floating_point() for one in trained)
     fused = optim.fused is not False and bool(trained) and able
     if optim.name == "sgd":
-        sharded = any(hasattr(parameter, "to_local") for _, parameter in rest)
+        sharded = any(is_sharded(parameter) for _, parameter in rest)
         return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused and not sharded)]
     return [*found, AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
 

@@ -118,6 +118,13 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This worker's rows of a sharded tensor, sharing memory; any other tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def make_sendable(module: nn.Module) -> None:
     """Let pickle send a module, also its parametrized parts (weight_norm, a user's own): torch gives each a class
     made at run time, whose instances refuse to be pickled."""

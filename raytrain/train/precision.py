@@ -133,7 +133,7 @@ class LayerPrecision:
     def keep(self, names: Sequence[str]) -> None:
         """Make exactly these layers compute in fp32 when autocast is on. Raises InputError: the model has no layer of
         that name."""
-        _put_back(self._kept)
+        put_back(self._kept)
         self._kept = {}
         for part in parts_named(self._module, names):
             self._kept[part] = part.__dict__.get("forward")
@@ -148,7 +148,7 @@ class LayerPrecision:
         try:
             yield
         finally:
-            _put_back(before)
+            put_back(before)
 
 
 def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -175,11 +175,11 @@ def layers_of(module: nn.Module, *, blocks: str | None, most: int) -> list[str]:
     return [name for name in own if not any(name.startswith(f"{other}.") for other in own)]
 
 
-def _put_back(before: dict[nn.Module, Any]) -> None:
+def put_back(before: dict[Any, Any]) -> None:
     """Put back the attribute `forward` that each part had; None: it had the method of its class."""
     for part, forward in before.items():
         if forward is None:
-            del part.forward
+            part.__dict__.pop("forward", None)
         else:
             part.forward = forward
 

@@ -20,7 +20,7 @@ from raytrain.data.sources.open import open_source
 from raytrain.plan.machines import peak_of
 from raytrain.train.compile import Switches
 from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state
-from raytrain.train.job import StepSettings, TrainJob, build_of, limits_of, restore_remote, source_facts
+from raytrain.train.job import StepSettings, TrainJob, build_of, restore_remote, source_facts
 from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, memory_in_use, processes_sharing
@@ -174,7 +174,7 @@ class Session:
         self.settings = settings
         self.layers.keep(settings.fp32_layers)
         if settings.micro_batch is not None:
-            self.loader.micro_batch = settings.micro_batch
+            self.loader.batches.micro_batch = settings.micro_batch
         self.loader.batches.shares = settings.shares
         self.step.inflight = settings.inflight
         self.step.reduction.overlap(settings.overlap)
@@ -223,7 +223,16 @@ class Session:
     # -- the loop ---------------------------------------------------------------------------------
 
     def limits(self) -> LoopLimits:
-        return limits_of(self.job)
+        job, every = self.job, self.job.planned("eval_every")
+        return LoopLimits(
+            max_steps=int(job.planned("max_steps")),
+            log_every=job.loop.log_every,
+            eval_every=int(every) if every else None,
+            patience=job.loop.patience,
+            min_delta=job.loop.min_delta,
+            nonfinite_steps=job.retry.nonfinite_steps,
+            clear_every=job.loop.clear_every,
+        )
 
     def loop(
         self,
@@ -237,7 +246,7 @@ class Session:
         if self.sizing is None:
             loop = self.job.loop
             whole = loop.micro_batch_size == "whole"
-            self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=loop.grow_after, whole=whole)
+            self.sizing = MicroBatchSize(self.loader.batches.micro_batch, grow_after=loop.grow_after, whole=whole)
         return TrainingLoop(
             step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or Saver(), should_stop=should_stop,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ class StepOutput:
 
     Attributes:
         loss: this worker's share of the global mean loss, without auxiliary losses; the sum over workers is the mean.
-        compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
+        communication_s: host seconds of waiting for other processes.
         metrics: `LossOutput.metrics` of this worker's micro-batches: name -> (weighted sum, its weight on the host).
     """
 
@@ -49,7 +48,6 @@ class StepOutput:
     norm: Tensor  # global gradient norm before clipping
     skip: Tensor  # True where the step was dropped for a non-finite gradient
     lr: float  # the learning rate used (a host number)
-    compute_s: float
     communication_s: float
     flags: list[int]  # the sums of the workers' flags (host numbers)
     metrics: MetricSums = field(default_factory=dict)
@@ -147,8 +145,13 @@ class TrainingStep:
         self._passed, self._metrics = Passed(self._zero, self._zero), {}
         self.gradients.zero_()
         totals = self._forwards(micro_batches, global_weight=global_weight, passes=passes)
-        if self.inflight == 2:
-            self._interleave(totals)
+        if self.inflight == 2:  # the backward of each pass is interleaved with the forward of the next
+            interleaver = self.trainable.remote.interleaver
+            assert interleaver is not None, "a plan allows two micro-batches in flight only with an interleaver"
+            total = next(totals, None)
+            while total is not None:
+                behind, ahead = partial(self._backward_in_thread, total), partial(next, totals, None)
+                total = interleaver.run_interleaved(behind, ahead)
         else:
             for total in totals:
                 self._backward(total)
@@ -246,14 +249,6 @@ class TrainingStep:
         """Whether processes communicate inside a pass, so that every worker takes part in the same number of them."""
         return self.trainable.remote.distributed or self.filler is not None
 
-    def _interleave(self, totals: Iterator[Tensor]) -> None:
-        """Run the backward of each pass interleaved with the forward of the next."""
-        interleaver = self.trainable.remote.interleaver
-        assert interleaver is not None, "a plan allows two micro-batches in flight only where passes can be interleaved"
-        total = next(totals, None)
-        while total is not None:
-            total = interleaver.run_interleaved(partial(self._backward_in_thread, total), partial(next, totals, None))
-
     def _backward_in_thread(self, total: Tensor) -> None:
         make_current(self.device)  # a new thread starts with device 0
         self._backward(total)
@@ -287,7 +282,7 @@ class TrainingStep:
             DevicePlacementError: a parameter or buffer is no longer on the device; the message names it.
             RunError: the losses of the whole step are means over nothing; the model has unfrozen a parameter.
         """
-        begin, waited = time.perf_counter(), self.workers.wait_s + self.trainable.remote.waited_s()
+        waited = self.workers.wait_s + self.trainable.remote.waited_s()
         self._agreeing = self._reads_weight and not self.collective_passes
         with self.device_guard.guarded():
             work = partial(self._agreeing_backward, micro_batches, global_weight=global_weight, passes=passes)
@@ -323,16 +318,19 @@ class TrainingStep:
             self.workers.all_reduce([] if counts is None else [counts])
             agreed = GlobalStep(norm=squares.sqrt(), skip=local.nonfinite, counts=counts)
         self.remote_nonfinite = agreed.nonfinite
-        lr = self.commit(agreed, step=step)
-        waited = self.workers.wait_s + self.trainable.remote.waited_s() - waited
+        lr = self.update(agreed, step=step)
+        self.scale.update(agreed.skip)
+        if self.trainable.commit is not None:
+            self.trainable.commit(agreed)
+        if self.trainable.between_steps is not None:
+            self.trainable.between_steps(step)
         return StepOutput(
             loss=loss,
             aux_loss=aux,
             norm=agreed.norm,
             skip=agreed.skip,
             lr=lr,
-            compute_s=time.perf_counter() - begin - waited,
-            communication_s=waited,
+            communication_s=self.workers.wait_s + self.trainable.remote.waited_s() - waited,
             flags=summed,
             metrics=self._metrics,
         )
@@ -345,18 +343,8 @@ class TrainingStep:
             self._agree_unit(0.0)
             self._agreeing = False
 
-    def commit(self, agreed: GlobalStep, *, step: int) -> float:
-        """Clip by the agreed norm, step the optimizers unless skipped, call the trainable's hooks. Returns the lr."""
-        lr = self.update(agreed, step=step)
-        self.scale.update(agreed.skip)
-        if self.trainable.commit is not None:
-            self.trainable.commit(agreed)
-        if self.trainable.between_steps is not None:
-            self.trainable.between_steps(step)
-        return lr
-
     def update(self, agreed: GlobalStep, *, step: int) -> float:
-        """The part of a commit that computes: clip, and step the optimizers unless skipped. Returns the lr."""
+        """Clip by the agreed norm, and step the optimizers unless skipped. Returns the lr."""
         lr = self.schedule.apply(self.optimizers, step)
         self.step_optimizers(agreed)
         return lr

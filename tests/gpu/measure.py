@@ -363,7 +363,7 @@ def oom() -> None:
     found = [(each["micro_batch_size_before"], each["micro_batch_size"]) for each in retries]
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     goal("bytes held after a retry, over a run that fits", kept - fitting, at_most=0)
-    tell("oom", retries=found, micro=made.session.loader.micro_batch)
+    tell("oom", retries=found, micro=made.session.loader.batches.micro_batch)
     goal("bytes that further steps add", grown, at_most=0)
     goal("losses after a retry", worst, at_most=1e-4)
     goal("retries", len(found), at_least=1)

@@ -26,7 +26,7 @@ from experts.placement.values import LayerPlacement, Placement
 from experts.transport import Header, JointGroup, Op, gloo
 from raytrain.checkpoint.reader import load
 from raytrain.runs.folder import RunFolder
-from raytrain.train.device import ProcessSettings
+from raytrain.train.device import process_settings
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
 from raytrain.trainable import Trainable
@@ -263,7 +263,7 @@ def serve(rank: int, scene: Scene) -> dict[str, Any]:
     names = {name for part in parts if part is not None for name, _ in part.named_parameters()}
     return {
         "steps": server.steps, "held": held, "names": names, "unfinished": len(IN_FLIGHT.get(scene.number, ())),
-        "process": ProcessSettings.current().to_json(),
+        "process": process_settings(),
     }  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}
     made["counts"] = [part.tolist() for part in _book(session).last]
-    made["process"] = ProcessSettings.current().to_json()
+    made["process"] = process_settings()
     whole = session.full_module()
     made["frozen"] = [] if whole is None else [name for name, p in whole.named_parameters() if not p.requires_grad]
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}

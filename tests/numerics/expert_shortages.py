@@ -154,7 +154,7 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
         trained, _ = train(session)
         made = record(session, trained)
         made["probe"] = read_measured(run).get("micro_batch")
-        made["micro"], made["refused"] = session.loader.micro_batch, compared.reason
+        made["micro"], made["refused"] = session.loader.batches.micro_batch, compared.reason
         return made
 
 

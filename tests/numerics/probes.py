@@ -6,6 +6,7 @@ import resource
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ def precision_and_rows(rank: int, world_size: int, run_path: str) -> dict[str, A
     settle_precision(calibration, forced=None, loaded=None)
     settle_micro_batch(calibration)
     return {
-        "rows": rows, "chosen": session.precision, "micro_batch": session.loader.micro_batch,
+        "rows": rows, "chosen": session.precision, "micro_batch": session.loader.batches.micro_batch,
         "record": read_measured(run)["micro_batch"], "decisions": [row["what"] for row in reporter.events],
     }  # fmt: skip
 
@@ -180,5 +181,5 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "good": asdict(good), "bad": asdict(bad), "late": asdict(late), "unchanged": unchanged,
         "in_turn": (in_turn.error, len(in_turn.round_s)), "budget": budget, "limit": limit,
-        "slowest": slowest.median_s, "losses": losses, "plain": train(small())[0].losses,
+        "slowest": median(slowest.round_s), "losses": losses, "plain": train(small())[0].losses,
     }  # fmt: skip

@@ -130,7 +130,7 @@ def halves(rank: int, world_size: int, planted: Sequence[Where], steps: int, swi
 
         def window(cursor: Any, session: Session = session, inner: Any = inner) -> Any:
             if session.state.step + 1 == switch_at:
-                session.loader.micro_batch = 2
+                session.loader.batches.micro_batch = 2
             return inner(cursor)
 
         if name == "by hand":
@@ -152,7 +152,7 @@ def found(session: Session, reporter: Rows, planted: Planted) -> dict[str, Any]:
         "generators": digest(session.generator_state()),
         "events": [event for event in reporter.events if event["kind"] in ("out_of_memory", "decision")],
         "met": planted.met,
-        "size": session.loader.micro_batch,
+        "size": session.loader.batches.micro_batch,
     }
 
 

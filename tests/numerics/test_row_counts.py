@@ -71,7 +71,7 @@ def test_a_last_row_that_a_batch_norm_cannot_be_trained_on_ends_with_the_keys() 
 def test_a_loss_between_rows_is_that_of_the_plain_loop_with_whole_batches() -> None:
     data = numbered(40)
     session = session_of(Pairs(), data, batch=8, loop={"micro_batch_size": "whole"}, eval_rows=numbered(20, seed=9))
-    assert session.loader.micro_batch == 8
+    assert session.loader.batches.micro_batch == 8
     reporter, _ = train(session)
     assert reporter.losses == plain_losses(Pairs(), batches_of(data, 8, epochs=2))
     evaluated = [rows for training, rows in session.trainable.module.batches if not training]

@@ -15,12 +15,11 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from cluster.devices.limits import ROOT, memory_bytes
+from cluster.devices.limits import memory_bytes
 from cluster.telemetry.processes import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
 from raytrain.accelerator import device_bytes, device_memory, empty_cache, gpu_module, on_gpu, synchronize
 from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
@@ -77,20 +76,14 @@ def freed_at_once() -> Iterator[bool]:
 
 
 def _set_thresholds(*, trim: int, mapped: int) -> bool:
-    if any(name.startswith("MALLOC_") for name in os.environ) or _users_tunables():
-        return False
+    given = [one.partition("=")[0] for one in os.environ.get("GLIBC_TUNABLES", "").split(":")]
+    # the caches of threads are off in the processes of raytrain's own clusters (`cluster.environment.UNCACHED`)
+    tuned = any(name.startswith("glibc.malloc.") and name != "glibc.malloc.tcache_count" for name in given)
     mallopt = _glibc("mallopt")
-    if mallopt is None:
+    if tuned or mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     _last_set["trim"] = trim
     return bool(mallopt(_M_TRIM_THRESHOLD, trim)) and bool(mallopt(_M_MMAP_THRESHOLD, mapped))
-
-
-def _users_tunables() -> bool:
-    """Whether `GLIBC_TUNABLES` sets anything of the allocator besides the caches of threads, which are off in the
-    processes of raytrain's own clusters (`cluster.environment.UNCACHED`)."""
-    given = [one.partition("=")[0] for one in os.environ.get("GLIBC_TUNABLES", "").split(":")]
-    return any(name.startswith("glibc.malloc.") and name != "glibc.malloc.tcache_count" for name in given)
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
@@ -150,7 +143,7 @@ class PeakMeter:
         if on_gpu(device):
             gpu_module(device).reset_peak_memory_stats(device)
         else:
-            self._resets = reset_peak()
+            reset_peak()
 
     def now(self) -> int:
         if on_gpu(self.device):
@@ -247,20 +240,18 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
     if device is None:
         return False
     if on_gpu(device):
-        return LIBRARY_FAILED.search(message_of(error)) is not None and _little_is_free(device)
+        if LIBRARY_FAILED.search(message_of(error)) is None:
+            return False
+        try:
+            free, total = device_memory(device)
+        except RuntimeError:  # the error has broken the CUDA context: it was no failed allocation
+            return False
+        return free < _little(total)
     return type(error) is RuntimeError and any(used >= PRESSED * allowed for used, allowed in _use_and_limits(budget))
 
 
-def _little_is_free(device: torch.device) -> bool:
-    """Whether a library's next allocation on this GPU would probably fail."""
-    try:
-        free, total = device_memory(device)
-    except RuntimeError:  # the error has broken the CUDA context: it was no failed allocation
-        return False
-    return free < _little(total)
-
-
 def _little(total: int) -> int:
+    """With fewer bytes free on a GPU, a library's next allocation would probably fail."""
     return int(max(LITTLE_FREE_BYTES, LITTLE_FREE_FRACTION * total))
 
 
@@ -275,15 +266,15 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
     return {"memory_allocated_bytes": int(used), "memory_reserved_bytes": int(held)}
 
 
-def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:
+def _use_and_limits(budget: int | None) -> Iterator[tuple[int, int]]:
     """Yield (peak use so far, limit) for each limit that applies to this process."""
-    sizes = process_sizes(root)
+    sizes = process_sizes()
     for kind, name in ((resource.RLIMIT_AS, "VmPeak"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft > 0 and not (name == "VmData" and is_own_limit(soft)):
             yield sizes.get(name, 0), soft
     if budget:
-        yield process_memory(root=root).peak, budget
+        yield process_memory().peak, budget
 
 
 def processes_sharing(device: torch.device, workers: Workers) -> int:

@@ -98,7 +98,7 @@ class ShortageRetry:
     def _apply_size(self) -> None:
         """Set the loader's rows of a micro-batch, and its part of a token budget: long rows are limited by that."""
         self._forget()  # also that of a search
-        self._loader.micro_batch = self._sizing.now
+        self._loader.batches.micro_batch = self._sizing.now
         self._loader.batches.budget_part = (self._sizing.now, self._sizing.planned)
 
     def after_step(self, step: int) -> None:

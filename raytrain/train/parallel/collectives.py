@@ -166,10 +166,6 @@ class Workers:
             time.sleep(0.01)
         return None
 
-    def close(self) -> None:
-        """Drop the references to the groups (torch destroys its own)."""
-        self._payload = self._flags = None
-
 
 # ---------------------------------------------------------------- interleave
 

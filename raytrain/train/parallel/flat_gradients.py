@@ -82,17 +82,16 @@ def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
         view = gradient.view(-1, row)
         last = found[-1] if found else None
         # not long rows: the order of their parts, and so the last bit, would depend on what lies side by side
-        if last is not None and last.shape[1] == row <= ROW and _follows(last, view):
-            size = (last.shape[0] + view.shape[0], row)
-            found[-1] = last.as_strided(size, (row, 1))
+        if (
+            last is not None
+            and last.shape[1] == row <= ROW
+            and last.data_ptr() + last.nbytes == view.data_ptr()
+            and last.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+        ):
+            found[-1] = last.as_strided((last.shape[0] + view.shape[0], row), (row, 1))
         else:
             found.append(view)
     return found
-
-
-def _follows(one: Tensor, other: Tensor) -> bool:
-    end = one.data_ptr() + one.nbytes
-    return end == other.data_ptr() and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _views(rows: Tensor) -> list[Tensor]:

@@ -47,7 +47,7 @@ from raytrain.train.parallel.fsdp_passes import (
 from raytrain.train.parallel.order import GATHER, SUM, BlockOrder
 from raytrain.train.parallel.reduction import Passed, Reduction, Result, Summed, agreed_weight
 from raytrain.train.parallel.strategy import Filler, ForStep, Replicated
-from raytrain.train.placing import place
+from raytrain.train.placing import local, place
 from raytrain.train.precision import PrecisionPolicy, parts_named
 from raytrain.trainable import RemoteCheckpoint, Trainable
 
@@ -108,12 +108,6 @@ class ShardGradients(GradientBuffers):
 
     def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
         return like(parameter, view)
-
-
-@torch.no_grad()
-def local(tensor: Tensor) -> Tensor:
-    """This worker's rows of a sharded tensor, sharing memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(whole: Tensor, own: Tensor) -> Tensor:
@@ -237,7 +231,26 @@ def shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
     keep_parameters(module, originals)
-    configure(cast(FSDPModule, module), workers, overlap=on_gpu(device), order=order)
+    # plain sums: the loss is normalised by the step's total weight. On a GPU torch's defaults: while a block computes,
+    # the next one is gathered on a stream of its own, which takes the memory of one more block. On a CPU a collective
+    # computes on the same cores: a block is gathered when it is needed, and at most one is
+    overlap = on_gpu(device)
+    if not overlap:
+        # a separate stream would keep the gathered copy of a block until the next block is gathered
+        cast(FSDPModule, module)._set_unshard_async_op(True)
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
+            # torch's annotations name private base classes, but any object with their methods works
+            part.set_custom_all_gather(TimedCollective(workers, _gather, gathers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(TimedCollective(workers, _scatter, sums))  # pyright: ignore[reportArgumentType]
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            # a parameter may receive a gradient on some workers only
+            part.set_reduce_scatter_unused_params(True)
+            if not overlap:
+                # prefetching the block itself is a no-op: the next block is not gathered while this one is
+                part.set_modules_to_backward_prefetch([part])
     return {**sizes, "own": sum(local(parameter).nbytes for parameter in module.parameters())}
 
 
@@ -253,32 +266,6 @@ def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
             yield from _in_master(child, kept)
 
 
-def configure(module: FSDPModule, workers: Workers, *, overlap: bool, order: BlockOrder) -> None:
-    """Configure plain sums (the loss is normalised by the step's total weight), and when blocks are gathered.
-
-    Args:
-        overlap: torch's defaults: while a block computes, the next one is gathered on a stream of its own, which takes
-            the memory of one more block. Else a block is gathered when it is needed, and at most one is: on a CPU a
-            collective computes on the same cores, so that nothing would be gained.
-    """
-    if not overlap:
-        # a separate stream would keep the gathered copy of a block until the next block is gathered
-        module._set_unshard_async_op(True)
-    for name, part in cast(nn.Module, module).named_modules():
-        if isinstance(part, FSDPModule):
-            gathers, sums = (partial(order.meet, order.call_of(name, verb)) for verb in (GATHER, SUM))
-            # torch's annotations name private base classes, but any object with their methods works
-            part.set_custom_all_gather(TimedCollective(workers, _gather, gathers))  # pyright: ignore[reportArgumentType]
-            part.set_custom_reduce_scatter(TimedCollective(workers, _scatter, sums))  # pyright: ignore[reportArgumentType]
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-            # a parameter may receive a gradient on some workers only
-            part.set_reduce_scatter_unused_params(True)
-            if not overlap:
-                # prefetching the block itself is a no-op: the next block is not gathered while this one is
-                part.set_modules_to_backward_prefetch([part])
-
-
 # ---------------------------------------------------------------- checkpoint
 
 
@@ -290,10 +277,8 @@ class ShardSaver:
     that it writes anyway.
     """
 
-    def __init__(
-        self, parts: Callable[[], Mapping[str, Any]], run: RunFolder, *, shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        self._parts, self._run, self._shard_bytes = parts, run, shard_bytes
+    def __init__(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> None:
+        self._parts, self._run = parts, run
         group = dist.new_group(backend="gloo")
         self._workers = Workers()
         self._workers.use(WorkersGroup(group, group, lambda: None))
@@ -347,7 +332,7 @@ class ShardSaver:
         try:
             self._staging.wait()
             files, parts = write_parts(
-                open_store(folder), rows, fence=lambda: None, shard_bytes=self._shard_bytes, suffix=f".rank{rank:05d}"
+                open_store(folder), rows, fence=lambda: None, shard_bytes=SHARD_BYTES, suffix=f".rank{rank:05d}"
             )
             result = {"files": {name: asdict(written) for name, written in files.items()}, "parts": parts}
         except (RaytrainError, OSError) as error:

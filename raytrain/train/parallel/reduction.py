@@ -120,15 +120,12 @@ class BucketSums:
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
             self._complete.append(bucket)
-            self._start_complete()
-
-    def _start_complete(self) -> None:
-        for bucket in self._order or ():
-            if bucket in self._pending:
-                continue
-            if bucket == 0 or self._missing[bucket] or bucket in self._late:
-                return
-            self._start(bucket)
+            for other in self._order or ():
+                if other in self._pending:
+                    continue
+                if other == 0 or self._missing[other] or other in self._late:
+                    return
+                self._start(other)
 
     def _start(self, bucket: int) -> None:
         self._pending[bucket] = self._workers.start_all_reduce(self._gradients.payloads[bucket])

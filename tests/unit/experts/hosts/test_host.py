@@ -20,7 +20,7 @@ from experts.placement.policy import first_placement
 from experts.transport import bytes_tensor
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import StateLost
-from raytrain.train.device import ProcessSettings
+from raytrain.train.device import process_settings
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_host_that_reads_a_large_checkpoint_leaves_at_once(monkeypatch: pytest
 
     monkeypatch.setattr(checkpoint, "read_tensors_of", read)
     monkeypatch.setattr(checkpoint, "read_manifest", lambda _folder: {"experts": {"one": [[0, 0], [0, 1]]}})
-    setup = ExpertSetup(shapes, OptimConfig(), torch.float32, "/nowhere", "step_1", ProcessSettings.current())
+    setup = ExpertSetup(shapes, OptimConfig(), torch.float32, "/nowhere", "step_1", process_settings())
     payload = bytes_tensor(setup.encode())
     group: Any = SimpleNamespace(size=2, holders=[1], abort=lambda _reason: None)
     monkeypatch.setattr(exchange, "from_first", lambda *_given, **_more: payload)

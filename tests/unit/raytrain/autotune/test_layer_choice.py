@@ -48,13 +48,13 @@ def test_no_layer_stays_in_fp32_if_none_breaks_and_all_do_if_one_does_not_help()
 
 
 def test_the_band_is_the_gates() -> None:
-    inside = {"reference_loss": 2.0, "reference_norm": 1.0}
-    assert outside_band(2.0 * (1 + 0.9 * LOSS_TOLERANCE), 1.2, 0.19, **inside) == ""
-    assert "loss is" in outside_band(2.0 * (1 + 1.1 * LOSS_TOLERANCE), 1.0, 0.0, **inside)
-    assert "norm" in outside_band(2.0, 1.01 * NORM_BAND[1], 0.0, **inside) and outside_band(2.0, 0.79, 0.0, **inside)
-    assert "gradient differs from fp32's by 21%" in outside_band(2.0, 1.0, 0.21, **inside)
-    assert "not finite" in outside_band(math.nan, 1.0, 0.0, **inside) and outside_band(2.0, math.inf, 0.0, **inside)
-    assert outside_band(2.0, 5.0, 9.0, reference_loss=2.0, reference_norm=0.0) == ""
+    inside = 2.0, 1.0
+    assert outside_band((2.0 * (1 + 0.9 * LOSS_TOLERANCE), 1.2), inside, 0.19) == ""
+    assert "loss is" in outside_band((2.0 * (1 + 1.1 * LOSS_TOLERANCE), 1.0), inside)
+    assert "norm" in outside_band((2.0, 1.01 * NORM_BAND[1]), inside) and outside_band((2.0, 0.79), inside)
+    assert "gradient differs from fp32's by 21%" in outside_band((2.0, 1.0), inside, 0.21)
+    assert "not finite" in outside_band((math.nan, 1.0), inside) and outside_band((2.0, math.inf), inside)
+    assert outside_band((2.0, 5.0), (2.0, 0.0), 9.0) == ""
 
 
 def test_records_are_valid_json() -> None:

@@ -49,7 +49,7 @@ def calibration(run: RunFolder, monkeypatch: pytest.MonkeyPatch, *, rank: int = 
     monkeypatch.setattr(startup, "replace", lambda settings, **changes: settings.__replace__(**changes))
     monkeypatch.setattr(startup, "device_name", str)
     monkeypatch.setattr(startup, "fallen_precision", lambda _: None)
-    monkeypatch.setattr(startup, "spare_memory", lambda *_, **__: None)
+    monkeypatch.setattr(startup, "give_back_freed_memory", lambda: True)
     monkeypatch.setattr(Calibration, "probe", None)
     reporter = SimpleNamespace(event=lambda *_, **__: None)
     return Calibration(cast(Session, session), run, cast(Any, reporter), lambda _: None)
@@ -99,7 +99,7 @@ def test_a_size_that_was_measured_for_the_comparison_of_precisions_is_said_when_
     made = calibration(RunFolder.create(str(tmp_path), "a"), monkeypatch)
     plant(monkeypatch, 16)
     fitting(made)
-    assert capsys.readouterr().out == "" and made.session.loader.micro_batch == 16
+    assert capsys.readouterr().out == "" and made.session.loader.batches.micro_batch == 16
     settle_micro_batch(made)
     assert capsys.readouterr().out == f"batch     micro-batches of 16: {REASON}\n"
 

@@ -161,7 +161,7 @@ def test_another_micro_batch_size_or_position_discards_prefetched_batches(pools:
     pool = pools(Items(), workers=2)
     loader, here = feed_of(pool), feed_of(None)
     windows(loader, 2)
-    loader.micro_batch = here.micro_batch = 2
+    loader.batches.micro_batch = here.batches.micro_batch = 2
     assert shown(windows(loader, 2, cursor=Cursor(0, 24)), "x") == shown(windows(here, 2, cursor=Cursor(0, 24)), "x")
     assert shown(windows(loader, 3, cursor=Cursor(2, 12)), "x") == shown(windows(here, 3, cursor=Cursor(2, 12)), "x")
     evaluated = [m.batch["name"] for m in loader.eval_batches(DatasetSplit(Items(20)), limit=None)]

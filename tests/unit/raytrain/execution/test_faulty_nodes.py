@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain.execution.trainer import NodeChoice, faulty_nodes, is_hardware
+from raytrain.execution.trainer import choose_nodes, faulty_nodes, is_hardware
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
@@ -55,9 +56,9 @@ def test_a_faulty_node_is_left_out_where_the_others_have_room(
     tmp_path: Path, nodes: list[dict[str, Any]], least: int, expected: dict[str, str] | None
 ) -> None:
     run, channel = RunFolder(str(tmp_path)), Channel()
-    choice = NodeChoice(str(tmp_path), {"CPU": 1}, least, channel)
+    selector = partial(choose_nodes, str(tmp_path), {"CPU": 1}, least, channel, lambda: nodes)
     write_fault(run, fault(1, "a"))
-    assert choice.selector(lambda: nodes) is None, "once"
+    assert selector() is None, "once"
     write_fault(run, fault(2, "a"))
-    assert choice.selector(lambda: nodes) == expected
+    assert selector() == expected
     assert [told[3] for told in channel.told] == ([{"node": "a", "address": "at-a"}] if expected else [])

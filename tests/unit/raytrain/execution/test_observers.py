@@ -45,9 +45,9 @@ class Needs:
 def test_observer_objects_get_the_rows_of_their_methods_and_functions_all_rows() -> None:
     both, events, rows = Both(), OnlyEvents(), []
     observers = Observers([both, events, rows.append], on_failure=lambda *_: pytest.fail("nobody failed"))
-    observers.metrics({"step": 1})
-    observers.event({"step": 2})
-    observers.close()
+    observers.call("metrics", {"step": 1})
+    observers.call("event", {"step": 2})
+    observers.call("close")
     assert both.seen == [("metrics", 1), ("event", 2)] and events.seen == [2] and rows == [{"step": 1}, {"step": 2}]
 
 
@@ -60,15 +60,15 @@ def test_a_raising_observer_is_reported_once_and_not_called_again() -> None:
         raise KeyError("missing")
 
     observers = Observers([guest], on_failure=lambda name, trace: failures.append((name, trace)))
-    observers.metrics({"step": 1})
-    observers.metrics({"step": 2})
+    observers.call("metrics", {"step": 1})
+    observers.call("metrics", {"step": 2})
     assert calls == [1] and failures[0][0] == "function" and "KeyError: 'missing'" in failures[0][1]
 
 
 def test_a_row_is_the_observers_own_copy_down_to_its_lists() -> None:
     row = {"step": 1, "load": [1, 2]}
     observers = Observers([lambda mine: mine["load"].clear()], on_failure=lambda *_: pytest.fail("nobody failed"))
-    observers.metrics(row)
+    observers.call("metrics", row)
     assert row == {"step": 1, "load": [1, 2]}
 
 

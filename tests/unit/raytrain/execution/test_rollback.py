@@ -21,7 +21,7 @@ from raytrain.execution.recovery import RewindPolicy, RollbackPolicy, rewind, ro
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import copy_of
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.fsdp import local
+from raytrain.train.placing import local
 from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 from raytrain.trainable import LossOutput, Trainable

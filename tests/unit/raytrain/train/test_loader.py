@@ -151,7 +151,7 @@ def test_all_workers_run_as_many_evaluation_passes_as_the_busiest(tokens: int, m
         for limit in (None, 1, 2):
             loaders = [feed_of(ROWS, rank=rank, world_size=world_size) for rank in range(world_size)]
             for loader in loaders:
-                loader.micro_batch, loader.batches.tokens_per_batch = micro, budget
+                loader.batches.micro_batch, loader.batches.tokens_per_batch = micro, budget
             taken = [len(list(loader.eval_batches(split, limit=limit))) for loader in loaders]
             assert [loader.eval_passes(split, limit=limit) for loader in loaders] == [max(taken)] * world_size, (
                 world_size,
@@ -162,7 +162,7 @@ def test_all_workers_run_as_many_evaluation_passes_as_the_busiest(tokens: int, m
 def test_a_limited_evaluation_scores_the_same_rows_in_micro_batches_of_any_size() -> None:
     split, loader = object_split(ROWS, key="data.eval"), feed_of(ROWS)
     planned = [micro.weight for micro in loader.eval_batches(split, limit=2)]
-    loader.micro_batch = 1
+    loader.batches.micro_batch = 1
     smaller = [micro.weight for micro in loader.eval_batches(split, limit=2)]
     assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * loader.batches.global_batch_size
 

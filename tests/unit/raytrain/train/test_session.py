@@ -71,7 +71,7 @@ def test_settings_that_are_measured_later_reach_the_step_the_loader_and_the_laye
     shares = Shares(micro_batch=4, rows=(4,), pass_s=(1.0,))
     measured = replace(session.settings, micro_batch=4, shares=shares, inflight=2, fp32_layers=("layers.1",))
     session.use(measured)
-    assert (session.loader.micro_batch, session.step.inflight, session.settings) == (4, 2, measured)
+    assert (session.loader.batches.micro_batch, session.step.inflight, session.settings) == (4, 2, measured)
     assert session.loader.batches.shares is shares
     layers = session.trainable.module.get_submodule("layers")
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lab import GPT, Rows, make_session, token_rows
 
-from raytrain.autotune.step_probe import RowChoice
+from raytrain.autotune.step_probe import StepProbe
 from raytrain.data.rows.batches import Cursor, StepBatches, check_budget, cut_by_tokens, padding_waste
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
@@ -107,12 +108,15 @@ def test_a_probe_computes_no_more_than_the_budget_and_as_often_on_every_worker(w
     lengths = [*[12] * 2, *LENGTHS[:62] % 7 + 1]
     table = pa.table({name: [list(range(n)) for n in lengths] for name in ("input_ids", "labels")})
     data = {"train": table, "eval": table, "tokens_per_batch": 24}
-    loader = make_session(GPT, data, loop={"micro_batch_size": 16}).loader
-    split = loader.batches.split
+    session = make_session(GPT, data, loop={"micro_batch_size": 16})
+    loader, split = session.loader, session.loader.batches.split
+    session.source = replace(session.source, eval=split)
     workers = [Workers.__new__(Workers) for _ in range(world_size)]
     for rank, one in enumerate(workers):
         one.world_size, one.rank = world_size, rank
-    choices = [RowChoice(loader, cursor=Cursor(), workers=one, eval_split=split) for one in workers]
+    choices = []
+    for session.workers in workers:
+        choices.append(StepProbe(session))
     for longest in (True, False):
         taken = [choice.rows(16, passes=2, longest=longest) for choice in choices]
         tokens = [[loader.one(rows).batch["input_ids"].numel() for rows in own] for own in taken]
