@@ -121,8 +121,12 @@ def infer_target(
     planned = plan_inference(target, inventory, resume=resume, data=data)
     print_plan(planned, console)
     planned.output.check_same(planned.identity)
-    if planned.output.store.exists(MANIFEST):
-        return _complete(planned, console)
+    output, store = planned.output, planned.output.store
+    if store.exists(MANIFEST):  # an earlier command was not interrupted
+        print_line(console, f"{path_from_here(output.path)} is complete; nothing is left to compute")
+        remove_work(output)
+        about, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
+        return InferResult("done", output.path, about["rows"], about["failed"], summary)
     finished = planned.output.finished(planned.units, planned.job)
     missing = [unit for unit in planned.units if unit.number not in finished]
     try:
@@ -131,7 +135,6 @@ def infer_target(
             found = _computed(planned, computation, missing, sum(finished.values()), console)
             return found if isinstance(found, InferResult) else _merged(planned, found, console)
     except BaseException:
-        output = planned.output
         if output.identity() is None or not output.has_parts():
             output.forget()
         else:
@@ -183,15 +186,6 @@ def _computed(
                 return _too_many(planned, failed, report.error, console)
             display.complete(report.number, report.rows)
     return reports
-
-
-def _complete(planned: InferencePlan, console: Console) -> InferResult:
-    """The result of an earlier command that was not interrupted."""
-    output, store = planned.output, planned.output.store
-    print_line(console, f"{path_from_here(output.path)} is complete; nothing is left to compute")
-    remove_work(output)
-    about, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
-    return InferResult("done", output.path, about["rows"], about["failed"], summary)
 
 
 def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:

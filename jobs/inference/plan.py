@@ -118,7 +118,13 @@ def plan_inference(
         scratch: where input of other formats is converted, None for the output folder.
     """
     resume = resume and typed_path(resume, key="--resume")
-    output = OutputFolder(absolute_path(resume or target.spec.infer.output or _new_folder(target)))
+    folder = resume or target.spec.infer.output
+    if not folder:
+        parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
+        names = {entry.name for entry in open_store(parent).entries("")}
+        stem = f"{target.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
+        folder = join(parent, next(name for name in (stem, *(f"{stem}-{n}" for n in count(2))) if name not in names))
+    output = OutputFolder(absolute_path(folder))
     output.check_free(resume=resume is not None)
     try:
         rows, paths, prints = _input(target, scratch or join(output.path, CONVERTED), data)
@@ -202,7 +208,11 @@ def _planned(
     each, key = stages.stages + hosts.hosts, HOSTS if hosts.hosts else STAGES
     workers = workers_of(target, len(units), inventory, stages=each, key=key)
     room = room_of(target, inventory, stages=each)
-    threads = _threads(target, inventory, (workers if room is None else min(workers, max(room, 1))) * each)
+    threads = target.spec.scale.threads
+    if not isinstance(threads, int):  # the processes are divided equally over the machines
+        nodes = [node.cpus for node in inventory.nodes if node.cpus] or [1]
+        processes = (workers if room is None else min(workers, max(room, 1))) * each
+        threads = max(1, min(nodes) // math.ceil(processes / len(nodes)))
     room, waits = room_of(target, inventory, stages=each, threads=threads), ""
     need, asked = need_of(target, each, key=key, threads=threads), target.spec.scale.workers
     if room is not None:
@@ -220,16 +230,6 @@ def _planned(
     return InferencePlan(
         target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts, need, room, waits
     )  # fmt: skip
-
-
-def _new_folder(target: Target) -> str:
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
-    names = {entry.name for entry in open_store(parent).entries("")}
-    stem = f"{target.name}-{stamp}"
-    return join(
-        parent, next(name for number in count(1) if (name := f"{stem}-{number}" if number > 1 else stem) not in names)
-    )
 
 
 def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1, key: str = STAGES) -> int:
@@ -292,13 +292,6 @@ def room_of(target: Target, inventory: Inventory, *, stages: int = 1, threads: i
         for node, devices in pool
     ]
     return room_for(each, nodes) // stages
-
-
-def _threads(target: Target, inventory: Inventory, processes: int) -> int:
-    """Threads of a process where the processes are divided equally over the machines."""
-    wanted = target.spec.scale.threads
-    nodes = [node.cpus for node in inventory.nodes if node.cpus] or [1]
-    return wanted if isinstance(wanted, int) else max(1, min(nodes) // math.ceil(processes / len(nodes)))
 
 
 def _batch(target: Target, stages: int) -> tuple[int, str]:

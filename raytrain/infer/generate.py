@@ -65,10 +65,6 @@ class _Row:
     answer: list[int] = field(default_factory=list)
     ended: bool = False
 
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.answer
-
 
 @torch.no_grad()
 def generate(
@@ -123,7 +119,8 @@ class _Batch:
         if getattr(self.module, "takes_cache", False):
             self._cached()
         while self._keep(0) != [] and self.step < self.sampling.max_new_tokens:
-            self._append([self._choose(self._forward(self._windows(), None))])
+            windows = [(row.prompt + row.answer)[-(self.context or 0) :] for row in self.rows]
+            self._append([self._choose(self._forward(windows, None))])
 
     def _cached(self) -> None:
         longest = max(len(row.prompt) for row in self.rows)
@@ -151,9 +148,6 @@ class _Batch:
                     cache.keep(kept)
                     tokens_B = tokens_B[kept]
             logits_BV = passes(tokens_B, left=left)
-
-    def _windows(self) -> list[list[int]]:
-        return [row.ids if self.context is None else row.ids[-self.context :] for row in self.rows]
 
     def _forward(self, given: list[list[int]], cache: Any | None) -> Tensor:
         """(B, V) logits of each row's next token."""

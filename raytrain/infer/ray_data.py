@@ -17,7 +17,7 @@ from cluster.ray_runtime import on_this_node
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line, printable
 from raytrain.infer.input import Unit, UnitReport
-from raytrain.infer.output import WorkerProgress
+from raytrain.infer.output import WorkerProgress, written_report
 from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
 from raytrain.infer.worker import InferenceWorker, Work
 
@@ -108,7 +108,7 @@ class UnitActor:
     def _run(self, unit: Unit) -> str:
         import ray
 
-        written = None if self._starts is None else self._worker.written(unit)
+        written = None if self._starts is None else written_report(self._work.parts, unit, self._work.job)
         if written is not None:  # the process that this one replaces ended before its report had arrived
             return json.dumps(asdict(written))
         # the first end is that of this actor's first process, which has not counted its units

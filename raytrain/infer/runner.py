@@ -183,11 +183,9 @@ def _model_error(runner: UnitRunner, predictor: Predictor, row: int) -> InputErr
         return None
     try:
         runner.predict(predictor, table, [row])
-    except StateLost:
-        return None  # the first unit gets it again, and handles it
     except ModelOutputError as error:
         return InputError(MODEL_KEY, got=str(error), expected=ANSWERS)
-    except RaytrainError:
+    except RaytrainError:  # a lost state too: the first unit gets it again, and handles it
         return None
     except Exception as error:  # whatever the user's code raises
         raised = users_error(error, key=MODEL_KEY, doing="for every row that was tried")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -282,7 +282,8 @@ class ClassQuality:
         total = counts.total()
         classes = {name: _class_figures(name, counts) for name in names}
         unknown = sum(rows for (_, prediction), rows in counts.items() if prediction == UNKNOWN)
-        means = {key: _mean(one[key] for one in classes.values()) for key in ("precision", "recall", "f1")}
+        count = max(len(classes), 1)
+        means = {key: sum(one[key] for one in classes.values()) / count for key in ("precision", "recall", "f1")}
         columns = [*names, UNKNOWN] if unknown and UNKNOWN not in names else names
         predicted = Counter[str]()
         for (_, prediction), rows in self.counts.items():
@@ -336,8 +337,3 @@ class ValueQuality:
             "rows": self.rows, "failed": self.failed, "mean_absolute_error": self.absolute / self.rows,
             "rmse": math.sqrt(self.squared / self.rows),
         }  # fmt: skip
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known) if known else 0.0

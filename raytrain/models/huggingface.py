@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
@@ -262,6 +262,13 @@ def pad_id(tokenizer: Any) -> int:
     return 0
 
 
+def _batches(tokenizer: Any, texts: Sequence[str], **options: Any) -> Iterator[Mapping[str, Any]]:
+    """What the tokenizer makes of `TEXTS_AT_ONCE` texts after another."""
+    plain = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        yield tokenizer(list(texts[start : start + TEXTS_AT_ONCE]), **plain, **options)
+
+
 def encode_rows(
     tokenizer: Any, texts: Sequence[str], *, special: bool, max_length: int | None = None
 ) -> list[np.ndarray]:
@@ -270,28 +277,17 @@ def encode_rows(
     import numpy as np  # here: the keys above are read with every job
 
     cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
-    rows: list[np.ndarray] = []
-    for start in range(0, len(texts), TEXTS_AT_ONCE):
-        made = tokenizer(
-            list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=special, return_attention_mask=False,
-            return_token_type_ids=False, verbose=False, **cut,
-        )  # fmt: skip
-        rows += [np.asarray(ids, dtype=np.int32) for ids in made["input_ids"]]
-    return rows
+    made = _batches(tokenizer, texts, add_special_tokens=special, **cut)
+    return [np.asarray(ids, dtype=np.int32) for batch in made for ids in batch["input_ids"]]
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the tokens that a model reads before it writes, int32: those of `tokenizer(text)`, such as its begin token
     and the text, without an end token that it appends. A text that begins with the begin token, as chat templates
     write it, or ends with the end token keeps exactly that one."""
-    rows: list[np.ndarray] = []
-    for start in range(0, len(texts), TEXTS_AT_ONCE):
-        made = tokenizer(
-            list(texts[start : start + TEXTS_AT_ONCE]), return_attention_mask=False, return_token_type_ids=False,
-            return_special_tokens_mask=True, verbose=False,
-        )  # fmt: skip
-        rows += [_opened(tokenizer, *row) for row in zip(made["input_ids"], made["special_tokens_mask"], strict=True)]
-    return rows
+    made = _batches(tokenizer, texts, return_special_tokens_mask=True)
+    rows = (row for one in made for row in zip(one["input_ids"], one["special_tokens_mask"], strict=True))
+    return [_opened(tokenizer, *row) for row in rows]
 
 
 def _opened(tokenizer: Any, ids: list[int], added: list[int]) -> np.ndarray:

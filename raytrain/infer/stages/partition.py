@@ -165,7 +165,8 @@ def mapped_stages(parts: Sequence[ModelPart], lists: Sequence[str]) -> StagePlan
     for stage, own in enumerate(chosen):
         for place in own:
             stages_of.setdefault(place, []).append(stage)
-    twice = [f"{parts[at].name} in stages {_listed(found)}" for at, found in stages_of.items() if len(found) > 1]
+    several = {at: " and ".join(map(str, found)) for at, found in stages_of.items() if len(found) > 1}
+    twice = [f"{parts[at].name} in stages {found}" for at, found in several.items()]
     missing = [part.name for at, part in enumerate(parts) if at not in stages_of]
     empty = [str(stage) for stage, own in enumerate(chosen) if not own]
     wrong += twice[:NAMED_AT_MOST]
@@ -220,10 +221,6 @@ def _overview(parts: Sequence[ModelPart]) -> str:
         texts.append(parts[at].name if end == at else f"{parts[at].name}-{last}")
         at = end + 1
     return abbreviated(texts, 3 * NAMED_AT_MOST)
-
-
-def _listed(stages: Sequence[int]) -> str:
-    return " and ".join(str(stage) for stage in stages)
 
 
 # ---------------------------------------------------------------- memory of a whole copy

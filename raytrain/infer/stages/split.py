@@ -234,7 +234,14 @@ class SplitModule(nn.Module):
         self.inflight = inflight
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # tells callers where inputs belong: the CPU
         self.__dict__["pipeline"], self.__dict__["skeleton"] = pipeline, skeleton
-        self.__dict__["forward"] = _Forward(pipeline, skeleton)
+
+        def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            cache = kwargs.pop(CACHE, None)
+            use = cache.use() if isinstance(cache, RemoteCache) else None
+            return {"logits": pipeline.call(args, kwargs, use).cpu()}
+
+        self.__dict__["forward"] = forward
+        forward.__signature__ = inspect.signature(skeleton.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -252,19 +259,6 @@ class SplitModule(nn.Module):
         if sampling.temperature or not hasattr(self.skeleton, "generation_config"):
             return None
         return partial(greedy_over_stages, self, codec)
-
-
-class _Forward:
-    """The forward of a `SplitModule`, with the signature of the model's."""
-
-    def __init__(self, pipeline: StagePipeline, skeleton: nn.Module) -> None:
-        self._pipeline = pipeline
-        self.__signature__ = inspect.signature(skeleton.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        cache = kwargs.pop(CACHE, None)
-        use = cache.use() if isinstance(cache, RemoteCache) else None
-        return {"logits": self._pipeline.call(args, kwargs, use).cpu()}
 
 
 @torch.no_grad()

@@ -298,7 +298,8 @@ class ModelStage:
         for place, part in enumerate(self.plan.parts):
             for name in part.names:
                 module = self.module.get_submodule(name)
-                key = _kind(module) if part.repeated else name  # blocks return the same, other parts each their own
+                kind = type(module)  # blocks return the same, other parts each their own
+                key = f"{kind.__module__}.{kind.__qualname__}" if part.repeated else name
                 if place < first:
                     leaf = name.rpartition(".")[2]
                     module.forward = partial(self._skipped, key, int(leaf) if leaf.isdigit() else None)
@@ -414,10 +415,6 @@ class ModelStage:
 
 def _cut(*args: Any, **kwargs: Any) -> NoReturn:
     raise _CutReached(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
-
-
-def _kind(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _structure(output: Any) -> Structure:
