@@ -299,7 +299,9 @@ class InferenceDisplay:
         waited = now - self._last
         if not live and waited < PLAIN_EVERY_S:
             return
-        done = self._done()
+        complete = dict(self._complete)
+        partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
+        done = sum(complete.values()) + sum(partial.values())  # by this command
         if done:  # before, processes start and the model is loaded
             self._remaining.see(self._earlier + done, self._rows)
         rate = self._remaining.rate()
@@ -315,12 +317,6 @@ class InferenceDisplay:
             left = f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
             rows = f"{self._earlier + done:,} of {self._rows:,} rows"
             print_line(self._console, f"{rows}{figures and f', {figures}'}{left}")
-
-    def _done(self) -> int:
-        """Rows that this command has computed."""
-        complete = dict(self._complete)
-        partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
-        return sum(complete.values()) + sum(partial.values())
 
     def _run(self) -> None:
         while not self._over.wait(1.0):

@@ -357,17 +357,27 @@ class Codec(Protocol):
     def decode(self, tokens: list[int]) -> str: ...
 
 
-class Generate(Protocol):
-    """Continues prompts, as `raytrain.infer.generate.generate`."""
+Generate = Callable[..., list[list[int]]]
+"""Continues prompts: (prompts, sampling=..., numbers=...) -> the tokens of each answer."""
 
-    def __call__(self, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]) -> list[list[int]]: ...
+
+class PromptPredictor(Predictor):
+    prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt.columns
+
+    def lengths(self, table: Any) -> list[int]:
+        """Characters of each prompt; 0 for a row that has none, which fails later."""
+        return [len(text or "") for text in self.prompt.lenient(table)]
 
 
 @dataclass
-class TextPredictor(Predictor):
+class TextPredictor(PromptPredictor):
     module: nn.Module  # a causal language model
     codec: Codec  # of its tokens
-    prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)
+    prompt: Any
     sampling: Sampling
     context: int | None = None  # most tokens that the model sees
     own_generate: Generate | None = None  # continues prompts instead of `generate`
@@ -375,19 +385,11 @@ class TextPredictor(Predictor):
     generates: ClassVar[bool] = True
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return self.prompt.columns
-
-    @property
     def answer_tokens(self) -> int:
         return self.sampling.max_new_tokens
 
     def shortened(self, tokens: int) -> TextPredictor:
         return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
-
-    def lengths(self, table: Any) -> list[int]:
-        """Characters of each prompt; 0 for a row that has none, which fails later."""
-        return [len(text or "") for text in self.prompt.lenient(table)]
 
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         prompts = [self._tokens(text) for text in self.prompt.texts(table)]
@@ -413,7 +415,7 @@ class TextPredictor(Predictor):
 
 
 @dataclass
-class TextClassifier(Predictor):
+class TextClassifier(PromptPredictor):
     """Texts -> classes, with a classifier of transformers or any module that takes `input_ids` and `attention_mask`."""
 
     module: nn.Module
@@ -422,13 +424,6 @@ class TextClassifier(Predictor):
     pad: int
     classes: tuple[str, ...] | None = None
     autocast: Autocast = nullcontext
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.prompt.columns
-
-    def lengths(self, table: Any) -> list[int]:
-        return [len(text or "") for text in self.prompt.lenient(table)]
 
     @torch.no_grad()
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:

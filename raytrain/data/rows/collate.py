@@ -175,17 +175,7 @@ def tensor_split(
 
 
 def tensor_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    found = 0
-
-    def count(part: Any) -> Any:
-        nonlocal found
-        found += tensor_bytes(part)
-        return part
-
-    rebuild(value, count)
-    return found
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(value, ""))
 
 
 # ---------------------------------------------------------------- users collate

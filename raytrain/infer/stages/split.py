@@ -158,22 +158,18 @@ class StagePipeline:
             if self._beyond is not None:
                 result = self._beyond(result)
         finally:
-            self._count(result)
+            with self._lock:  # `result` is without the seconds of later stages where one was lost
+                times = self._times
+                times.passes += 1
+                times.busy_s = [own + more for own, more in zip_longest(times.busy_s, result.seconds, fillvalue=0.0)]
+                self._in_flight -= 1
+                if not self._in_flight:
+                    times.wall_s += time.perf_counter() - self._since
         if result.error is not None:
             short, text = result.error
             raise OutOfMemory(text) if short else RunError(text)
         assert result.hidden is not None
         return result.hidden
-
-    def _count(self, result: StagePass) -> None:
-        """A pass has ended; `result` is without the seconds of later stages where one was lost."""
-        with self._lock:
-            times = self._times
-            times.passes += 1
-            times.busy_s = [own + more for own, more in zip_longest(times.busy_s, result.seconds, fillvalue=0.0)]
-            self._in_flight -= 1
-            if not self._in_flight:
-                times.wall_s += time.perf_counter() - self._since
 
     def new_cache(self) -> int:
         return next(self._cache_numbers)

@@ -87,7 +87,7 @@ def test_a_folder_is_its_files_and_every_row_is_in_one_of_the_splits(folder: Pat
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, window_bytes: int) -> None:
     whole = opened(folder).train
     assert isinstance(whole, GroupSplit)
-    known = {"classes": whole._classes, "row_bytes": 40, "weighs_rows": True}
+    known = {"classes": whole._read._classes, "row_bytes": 40, "weighs_rows": True}
     split = GroupSplit(whole.pieces, whole._choice, window_bytes=window_bytes, **known)
     first, again, second = epoch_rows(split), epoch_rows(split), epoch_rows(split, epoch=1)
     assert first == again != second and sorted(first) == sorted(second) and len(set(first)) == 900
