@@ -196,12 +196,19 @@ def _planned(
         what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
         seen = f"the column {infer.id_column} with {what}"
         raise InputError("infer.id_column", got=seen, expected="a unique id in every row")
-    wanted = infer.batch_size
-    usual = wanted if isinstance(wanted, int) else usual_rows(generates=_generates(target))
+    wanted, generates = infer.batch_size, _generates(target)
+    usual = wanted if isinstance(wanted, int) else usual_rows(generates=generates)
     hosts = choose_hosts(target, rows=usual)
     stages = StageChoice(None, None, None) if hosts.hosts else choose_stages(target, rows=usual)
-    batch, reason = _batch(target, stages.stages)
-    size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=_generates(target))
+    if isinstance(wanted, int):
+        batch, reason = wanted, "infer.batch_size"
+    elif stages.stages == 1:
+        device = "GPU" if target.machines.on_gpu else "CPU"
+        batch, reason = usual_rows(generates=generates, on_gpu=target.machines.on_gpu), f"usual on a {device}"
+    else:  # not one large batch, but several in flight
+        batch = usual if generates else max(1, usual // (BATCHES_OF_STAGE * stages.stages))
+        reason = "several batches are in flight"
+    size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=generates)
     if not isinstance(infer.unit_rows, int) and stages.stages > 1:
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
     units = units_of(rows.rows, size)
@@ -292,16 +299,6 @@ def room_of(target: Target, inventory: Inventory, *, stages: int = 1, threads: i
         for node, devices in pool
     ]
     return room_for(each, nodes) // stages
-
-
-def _batch(target: Target, stages: int) -> tuple[int, str]:
-    wanted, generates, on_gpu = target.spec.infer.batch_size, _generates(target), target.machines.on_gpu
-    if isinstance(wanted, int):
-        return wanted, "infer.batch_size"
-    if stages == 1:
-        return usual_rows(generates=generates, on_gpu=on_gpu), f"usual on a {'GPU' if on_gpu else 'CPU'}"
-    usual = usual_rows(generates=generates)  # not one large batch, but several in flight
-    return max(1, usual if generates else usual // (BATCHES_OF_STAGE * stages)), "several batches are in flight"
 
 
 def _generates(target: Target) -> bool:

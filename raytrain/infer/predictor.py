@@ -264,7 +264,13 @@ class RowPredictor(Predictor):
         device = next(self.module.parameters()).device
         batch = dict(split.gather(np.arange(table.num_rows)))
         for name in batch.keys() & self.dtypes.keys():
-            batch[name] = _as_trained(batch[name], getattr(torch, self.dtypes[name]))
+            # whole numbers where training had fractions become float32, and fractions that are all whole become whole
+            # numbers where it had these
+            values, dtype = batch[name], getattr(torch, self.dtypes[name])
+            if isinstance(values, Tensor) and values.is_floating_point() != dtype.is_floating_point:
+                made = values.to(torch.float32 if dtype.is_floating_point else dtype)
+                if dtype.is_floating_point or torch.equal(made.to(values.dtype), values):
+                    batch[name] = made
         shape, x = self.image_shape, batch.get("x")
         if shape is not None and isinstance(x, Tensor) and x.shape[1:] == (math.prod(shape),):
             batch["x"] = x.reshape(-1, *shape)
@@ -297,15 +303,6 @@ class RowPredictor(Predictor):
 
     def _names(self, numbers: list[int]) -> list[Any]:
         return numbers if self.classes is None else [self.classes[number] for number in numbers]
-
-
-def _as_trained(values: Any, dtype: torch.dtype) -> Any:
-    """Whole numbers where training had fractions as float32, and fractions that are all whole as whole numbers where it
-    had these."""
-    if not isinstance(values, Tensor) or values.is_floating_point() == dtype.is_floating_point:
-        return values
-    made = values.to(torch.float32 if dtype.is_floating_point else dtype)
-    return made if dtype.is_floating_point or torch.equal(made.to(values.dtype), values) else values
 
 
 def named_outputs(module: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Tensor]:

@@ -280,32 +280,30 @@ class ClassQuality:
             counts[label, prediction if prediction in self.labels else UNKNOWN] += rows
         names = sorted(self.labels)
         total = counts.total()
-        classes = {name: _class_figures(name, counts) for name in names}
+        classes = {}
+        for name in names:
+            right = counts[name, name]
+            predicted = sum(rows for (_, prediction), rows in counts.items() if prediction == name)
+            actual = sum(rows for (label, _), rows in counts.items() if label == name)
+            precision, recall = right / predicted if predicted else 0.0, right / actual if actual else 0.0
+            f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+            classes[name] = {"precision": precision, "recall": recall, "f1": f1, "rows": actual}
         unknown = sum(rows for (_, prediction), rows in counts.items() if prediction == UNKNOWN)
         count = max(len(classes), 1)
         means = {key: sum(one[key] for one in classes.values()) / count for key in ("precision", "recall", "f1")}
         columns = [*names, UNKNOWN] if unknown and UNKNOWN not in names else names
-        predicted = Counter[str]()
+        answers = Counter[str]()
         for (_, prediction), rows in self.counts.items():
-            predicted[prediction] += rows
-        others = [name for name, _ in predicted.most_common() if name not in self.labels and name != UNKNOWN]
+            answers[prediction] += rows
+        others = [name for name, _ in answers.most_common() if name not in self.labels and name != UNKNOWN]
         return {
-            "rows": total, "unknown": unknown, "never_predicted": [name for name in names if not predicted[name]],
+            "rows": total, "unknown": unknown, "never_predicted": [name for name in names if not answers[name]],
             "other_predictions": others[:MOST_OTHER],
             "accuracy": sum(counts[name, name] for name in names) / total if total else None,
             **means, "classes": classes,
             "confusion": {"labels": names, "predictions": columns,
                           "rows": [[counts[label, column] for column in columns] for label in names]},
         }  # fmt: skip
-
-
-def _class_figures(name: str, counts: Counter[tuple[str, str]]) -> dict[str, Any]:
-    right = counts[name, name]
-    predicted = sum(rows for (_, prediction), rows in counts.items() if prediction == name)
-    actual = sum(rows for (label, _), rows in counts.items() if label == name)
-    precision, recall = right / predicted if predicted else 0.0, right / actual if actual else 0.0
-    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-    return {"precision": precision, "recall": recall, "f1": f1, "rows": actual}
 
 
 @dataclass

@@ -216,9 +216,8 @@ class CollatedSplit(SplitView):
 
     def __init__(self, split: Split, collate: UsersCollate, *, key: str) -> None:
         super().__init__(split)
-        self.collate: UsersCollate | None = collate
+        self.collate = collate
         self.key = key
-        self._function = collate
 
     def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
         """Each row as a dict of tensors, not padded and without a mask; no code of the user's runs."""
@@ -227,7 +226,7 @@ class CollatedSplit(SplitView):
         return [{name: value[0] for name, value in row.items() if not (adds_mask and name == MASK)} for row in rows]
 
     def batch(self, rows: list[Any]) -> Batch:
-        return self._function(rows)
+        return self.collate(rows)
 
     def gather(self, indices: np.ndarray) -> Batch:
         return self.batch(self.read(indices))

@@ -167,25 +167,21 @@ class ReplicaPlaces:
     ) -> None:  # fmt: skip
         from ray.util.placement_group import placement_group
 
-        self._stages, self._at_once, self._hosts = stages, at_once, hosts
-        self._bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
         kind = {} if accelerator is None else {f"accelerator_type:{accelerator}": TYPE_SHARE}
         self._groups: list[Any] = []
         try:
             for _ in range(replicas):
-                self._groups.append(placement_group([{**self._bundle, **kind}] * stages, strategy="PACK"))
-            self._wait()
+                self._groups.append(placement_group([{**bundle, **kind}] * stages, strategy="PACK"))
+            ends = time.monotonic() + ROOM_S
+            while sum(map(_is_placed, self._groups)) < at_once:
+                if time.monotonic() > ends:
+                    raise no_room(stages, bundle, replicas=at_once, hosts=hosts)
+                time.sleep(POLL_S)
         except BaseException:
             self.close()
             raise
         self._turns = itertools.cycle(sorted(self._groups, key=lambda group: not _is_placed(group)))
-
-    def _wait(self) -> None:
-        ends = time.monotonic() + ROOM_S
-        while sum(map(_is_placed, self._groups)) < self._at_once:
-            if time.monotonic() > ends:
-                raise no_room(self._stages, self._bundle, replicas=self._at_once, hosts=self._hosts)
-            time.sleep(POLL_S)
 
     def next_first_stage(self) -> dict[str, Any]:
         """Options of the actor that is the first stage of the next replica, those with room first."""

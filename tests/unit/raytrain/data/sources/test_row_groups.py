@@ -140,7 +140,7 @@ def in_windows_of_two(folder: Path) -> GroupSplit:
     source = opened(folder, eval_fraction=0.0).train
     assert isinstance(source, GroupSplit)
     split = GroupSplit(
-        source.pieces, source._choice, classes=source._classes, row_bytes=40, weighs_rows=True, window_bytes=5000
+        source.pieces, source._choice, classes=source._read._classes, row_bytes=40, weighs_rows=True, window_bytes=5000
     )
     assert split.window == 2
     return split
