@@ -96,7 +96,15 @@ def run_infer(
     if resume is not None:
         resume = typed_path(resume, key="--resume")
     if resume is not None and given is None:
-        given, overrides = _continued(resume, overrides)
+        command = OutputFolder(absolute_path(resume)).command()
+        if command is None and not overrides:
+            raise InputError(
+                "--resume", got=f"{resume}, where no command has said what it computes",
+                expected="the output folder of an interrupted infer", remedy="repeat that command with --resume",
+            )  # fmt: skip
+        if command is not None:
+            make_importable(command["folder"])
+            given, overrides = command["model"], [*command["overrides"], *overrides]
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts GPUs, by which a device is chosen
     inventory = local_inventory()
     target = open_target(given, overrides, inventory)
@@ -153,25 +161,11 @@ def _command(given: str | None, overrides: Sequence[str], target: Target) -> dic
     return {"model": model, "overrides": [*kept, f"infer.input={json.dumps(paths)}"], "folder": os.getcwd()}
 
 
-def _continued(resume: str, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The model and the overrides of the command that wrote an output folder, and these overrides."""
-    command = OutputFolder(absolute_path(resume)).command()
-    if command is None and not overrides:
-        raise InputError(
-            "--resume", got=f"{resume}, where no command has said what it computes",
-            expected="the output folder of an interrupted infer", remedy="repeat that command with --resume",
-        )  # fmt: skip
-    if command is None:
-        return None, list(overrides)
-    make_importable(command["folder"])
-    return command["model"], [*command["overrides"], *overrides]
-
-
 def _computed(
     planned: InferencePlan, computation: UnitComputation | None, missing: Sequence[Unit], failed: int, console: Console
 ) -> list[UnitReport] | InferResult:
     """Compute the missing units; `failed` rows failed in those of an earlier command."""
-    reports, most = list[UnitReport](), planned.most_failed
+    reports = list[UnitReport]()
     if computation is None:
         return reports
     earlier = planned.rows.rows - sum(unit.rows for unit in missing)
@@ -182,22 +176,20 @@ def _computed(
         for report in computation.reports(missing):
             reports.append(report)
             failed += report.failed
-            if failed > most:
-                return _too_many(planned, failed, report.error, console)
+            if failed > planned.most_failed:
+                break
             display.complete(report.number, report.rows)
-    return reports
-
-
-def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:
-    share = planned.target.spec.infer.max_failures
-    reason = f"; the last error, of {error}" if error else ""
+        else:
+            return reports
+    share, path = planned.target.spec.infer.max_failures, planned.output.path
+    reason = f"; the last error, of {reports[-1].error}" if reports[-1].error else ""
     print_line(
         console,
         f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}"
         f"{reason}. A higher infer.max_failures records such rows as failed and goes on. What is complete is kept: "
-        f"{path_from_here(planned.output.path)}",
+        f"{path_from_here(path)}",
     )
-    return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})
+    return InferResult("failed", path, planned.rows.rows, failed, {})
 
 
 def _merged(planned: InferencePlan, reports: Sequence[UnitReport], console: Console) -> InferResult:

@@ -64,13 +64,12 @@ class TableFigures:
                 self._errors[error.partition(":")[0]] += 1
                 if len(self._failures) < FAILURES:
                     self._failures.append({"id": _id(table["id"][row]), "error": error})
-        if self.label is not None:
-            self._score(table[self.label], table["prediction"])
-
-    def _score(self, labels: Any, predictions: Any) -> None:
+        if self.label is None:
+            return
         import pyarrow as pa
         from pyarrow import types
 
+        labels, predictions = table[self.label], table["prediction"]
         if self._quality is None:
             of_values = self.known is None and types.is_floating(labels.type)
             of_values = of_values or types.is_floating(predictions.type)

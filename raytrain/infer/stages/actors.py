@@ -116,27 +116,23 @@ class _FurtherStages:
     def get(self, answers: Any, timeout: float | None = None) -> Any:
         """`ray.get`, with our own error of a stage. Raises StateLost: one has ended."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         try:
             return ray.get(answers, timeout=timeout)
         except RayActorError as error:
-            raise self._lost(error) from error
+            reason = " ".join(str(error).split())
+            for number, actor in enumerate(self._actors, start=1):
+                try:
+                    ray.get(actor.started.remote(), timeout=ANSWER_S)
+                except RayActorError as found:
+                    reason = f"stage {number} of 0 to {len(self._actors)} ended: {' '.join(str(found).split())}"
+                    break
+                except GetTimeoutError:
+                    continue
+            raise StateLost(reason) from error
         except RayTaskError as error:
             raise getattr(error, "cause", None) or error from None
-
-    def _lost(self, error: Exception) -> StateLost:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
-        for number, actor in enumerate(self._actors, start=1):
-            try:
-                ray.get(actor.started.remote(), timeout=ANSWER_S)
-            except RayActorError as found:
-                return StateLost(f"stage {number} of 0 to {len(self._actors)} ended: {' '.join(str(found).split())}")
-            except GetTimeoutError:
-                continue
-        return StateLost(" ".join(str(error).split()))
 
     def end(self) -> None:
         import ray
