@@ -109,7 +109,15 @@ def run_infer(
     inventory = local_inventory()
     target = open_target(given, overrides, inventory)
     more: Any = {"resume": resume, "dry_run": dry_run, "verbose": verbose, "console": console, "data": data}
-    more["command"] = _command(given, overrides, target)
+    rows = target.spec.infer.input
+    paths = [absolute_path(one) for one in ([rows] if isinstance(rows, str) else rows or [])]
+    kept = [one for one in overrides if one.partition("=")[0] not in ("infer.input", "infer.output")]
+    model = target.run.path if target.run is not None else given
+    model = os.path.abspath(model) if model is not None and os.path.exists(model) else model
+    # what `--resume DIR` alone needs to repeat this command in any folder
+    more["command"] = {
+        "model": model, "overrides": [*kept, f"infer.input={json.dumps(paths)}"], "folder": os.getcwd(),
+    }  # fmt: skip
     if target.address == "local":
         return infer_target(target, inventory, **more)
     with connected(target.address, num_cpus=0, num_gpus=0, verbose=verbose):
@@ -121,7 +129,8 @@ def infer_target(
     target: Target, inventory: Inventory, *, resume: str | None, dry_run: bool, verbose: bool, console: Console,
     data: Any = None, command: dict[str, Any] | None = None,
 ) -> InferResult | None:  # fmt: skip
-    """Run an inference job with a model that was found; arguments as for `run_infer`, and `_command` of them."""
+    """Run an inference job with a model that was found; arguments as for `run_infer`. `command`: what a resumed
+    command repeats."""
     if dry_run:
         with private_folder() as scratch:
             print_plan(plan_inference(target, inventory, resume=resume, data=data, scratch=scratch), console)
@@ -149,16 +158,6 @@ def infer_target(
             again = resume_command("infer", path_from_here(output.path))
             print_line(console, f"what is complete is kept: `{again}` continues")
         raise
-
-
-def _command(given: str | None, overrides: Sequence[str], target: Target) -> dict[str, Any]:
-    """What `--resume DIR` alone needs to repeat this command in any folder."""
-    rows = target.spec.infer.input
-    paths = [absolute_path(one) for one in ([rows] if isinstance(rows, str) else rows or [])]
-    kept = [one for one in overrides if one.partition("=")[0] not in ("infer.input", "infer.output")]
-    named = target.run.path if target.run is not None else given
-    model = os.path.abspath(named) if named is not None and os.path.exists(named) else named
-    return {"model": model, "overrides": [*kept, f"infer.input={json.dumps(paths)}"], "folder": os.getcwd()}
 
 
 def _computed(

@@ -160,6 +160,7 @@ def run_units(
     cannot be computed or ends its actor each time, or the cluster has no room for all processes of a worker."""
     import ray
     from ray.data import ActorPoolStrategy
+    from ray.exceptions import RayError
 
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
     with contextlib.ExitStack() as stack:
@@ -182,7 +183,15 @@ def run_units(
         rows.context.downstream_capacity_backpressure_ratio = None
         starts: Any = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
-        told(partial(_started, starts))
+
+        def started() -> int:
+            """How many workers have started; 1 where nobody answers, since nothing is known of a wait then."""
+            try:
+                return ray.get(starts.workers.remote(), timeout=ANSWER_S)
+            except RayError:
+                return 1
+
+        told(started)
         finished = rows.map_batches(
             UnitActor, fn_constructor_args=(work, starts, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
             num_cpus=cpus, num_gpus=gpus or None, **required,
@@ -196,17 +205,6 @@ def run_units(
             if "number" not in found:
                 raise RunError(found["failed"])
             yield UnitReport(**found)
-
-
-def _started(starts: Any) -> int:
-    """How many workers have started; 1 where nobody answers, since nothing is known of a wait then."""
-    import ray
-    from ray.exceptions import RayError
-
-    try:
-        return ray.get(starts.workers.remote(), timeout=ANSWER_S)
-    except RayError:
-        return 1
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

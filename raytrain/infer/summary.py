@@ -117,10 +117,21 @@ def summarise(
     first one's begin to the last one's end."""
     rows, made = sum(report.rows for report in reports), sum(report.tokens for report in reports)
     zero, every = min((one.begin for one in reports), default=0.0), -(-len(reports) // TIMES) or 1
+    by_worker: dict[str, list[UnitReport]] = defaultdict(list)
+    for report in reports:
+        by_worker[report.worker].append(report)
+    workers = [
+        {
+            "worker": name, "units": len(own), "rows": sum(one.rows for one in own),
+            "busy_s": sum(one.seconds for one in own), "load_s": own[0].load_s,
+            "rows_per_s": sum(one.rows for one in own) / max(sum(one.seconds for one in own), 1e-9),
+        }
+        for name, own in sorted(by_worker.items())
+    ]  # fmt: skip
     return {
         **figures, "computed_now": rows, "wall_s": wall_s, "rows_per_s": rows / wall_s if wall_s else None,
         "tokens_per_s": made / wall_s if wall_s and made else None,
-        "out_of_memory": sum(report.out_of_memory for report in reports), "workers": _workers(reports),
+        "out_of_memory": sum(report.out_of_memory for report in reports), "workers": workers,
         "times": [
             {"unit": one.number, "worker": one.worker, "rows": one.rows, "begin_s": one.begin - zero,
              "end_s": one.end - zero}
@@ -145,20 +156,6 @@ def stage_figures(split: StageSplit, reports: Sequence[UnitReport]) -> dict[str,
         "expected_bubble": total.expected_bubble(split.inflight), "passes": total.passes, "rounds": total.rounds,
         "inflight": split.inflight, "balance": split.balance,
     }  # fmt: skip
-
-
-def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
-    by_worker: dict[str, list[UnitReport]] = defaultdict(list)
-    for report in reports:
-        by_worker[report.worker].append(report)
-    return [
-        {
-            "worker": name, "units": len(own), "rows": sum(one.rows for one in own),
-            "busy_s": sum(one.seconds for one in own), "load_s": own[0].load_s,
-            "rows_per_s": sum(one.rows for one in own) / max(sum(one.seconds for one in own), 1e-9),
-        }
-        for name, own in sorted(by_worker.items())
-    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- classes

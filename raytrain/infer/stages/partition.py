@@ -74,7 +74,14 @@ def plan_stages(
         raise InputError(KEY, got=str(stages), expected=f"at most {len(parts)}, the parts of the model in order")
     sizes = [part.bytes for part in parts]
     if policy == "sequential":
-        bounds = _filled(sizes, stages, limit)
+        bounds = [0]  # of stages that are each filled up to the limit; every later one keeps at least one part
+        for left in reversed(range(1, stages)):
+            at, held = bounds[-1], 0
+            while at < len(sizes) - left and (at == bounds[-1] or limit is None or held + sizes[at] <= limit):
+                held += sizes[at]
+                at += 1
+            bounds.append(at)
+        bounds.append(len(sizes))
     elif policy == "balanced_low_0" and stages > 1:
         first = next((at for at, part in enumerate(parts) if part.repeated), 1)
         first = min(max(first, 1), len(parts) - stages + 1)
@@ -108,19 +115,6 @@ def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
     for chosen in reversed(cuts):
         bounds.append(chosen[bounds[-1]])
     return [*reversed([*bounds, 0])]
-
-
-def _filled(sizes: Sequence[int], stages: int, limit: int | None) -> list[int]:
-    """Bounds of stages that are each filled up to the limit; every later one keeps at least one part."""
-    bounds = [0]
-    for stage in range(stages - 1):
-        at, held = bounds[-1], 0
-        last = len(sizes) - (stages - 1 - stage)
-        while at < last and (at == bounds[-1] or limit is None or held + sizes[at] <= limit):
-            held += sizes[at]
-            at += 1
-        bounds.append(at)
-    return [*bounds, len(sizes)]
 
 
 def fewest_stages(

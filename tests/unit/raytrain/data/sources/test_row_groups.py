@@ -162,8 +162,8 @@ def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) 
 
 def test_prefetched_batches_read_every_row_group_once_per_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, read = in_windows_of_two(folder), []
-    table_to_split = split._read._make
-    monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
+    piece_to_split = split._read._split
+    monkeypatch.setattr(split._read, "_split", lambda piece: read.append(piece) or piece_to_split(piece))
     batches = StepBatches(StreamSplit(split, device="cpu"), seed=5, global_batch_size=16, micro_batch=16)
     uploads = BatchUploader[MicroBatch](torch.device("cpu"))
     loader = BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
@@ -182,7 +182,7 @@ def test_prefetched_batches_read_every_row_group_once_per_epoch(folder: Path, mo
 
 def test_one_thread_does_not_lose_rows_to_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = in_windows_of_two(folder)
-    reader, make, begun = split._read, split._read._make, split._read._submit
+    reader, make, begun = split._read, split._read._split, split._read._submit
     go_on, asked = threading.Event(), threading.Event()
 
     def told(number: int) -> Any:
@@ -192,7 +192,7 @@ def test_one_thread_does_not_lose_rows_to_another(folder: Path, monkeypatch: pyt
         return future
 
     monkeypatch.setattr(reader, "_submit", told)
-    monkeypatch.setattr(reader, "_make", lambda piece, table: go_on.wait(60) and make(piece, table))
+    monkeypatch.setattr(reader, "_split", lambda piece: go_on.wait(60) and make(piece))
     reader.expect([0])  # the reader's thread waits in it
     with ThreadPoolExecutor(1) as thread:
         wanted = thread.submit(reader.piece, 1)
