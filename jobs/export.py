@@ -48,7 +48,11 @@ def export(run: str | Path, *, step: int | str | None = None, to: str | Path | N
 
 def _exported(path: str, *, step: int | str | None, target: str | None) -> tuple[str, dict[str, str]]:
     run = run_named(path)
-    wanted = planned_step(run) if step is None else _parsed(str(step))
+    wanted: int | str = planned_step(run) if step is None else str(step)
+    if step is not None and wanted not in ("best", "last"):
+        if not wanted.isdecimal():
+            raise InputError("--step", got=wanted, expected="best, last, or the step of a checkpoint")
+        wanted = int(wanted)
     return export_weights_of(run, wanted, target and typed_path(target, key="--to"))
 
 
@@ -81,14 +85,6 @@ def export_weights_of(run: RunFolder, step: int | str, target: str | None) -> tu
             if still_there or not left:
                 raise
     raise AssertionError("the last try returns or raises")
-
-
-def _parsed(step: str) -> int | str:
-    if step in ("best", "last"):
-        return step
-    if not step.isdecimal():
-        raise InputError("--step", got=step, expected="best, last, or the step of a checkpoint")
-    return int(step)
 
 
 def planned_step(run: RunFolder) -> str:

@@ -96,12 +96,28 @@ def run_infer(
     if resume is not None:
         resume = typed_path(resume, key="--resume")
     if resume is not None and given is None:
-        given, overrides = _continued(resume, overrides)
+        command = OutputFolder(absolute_path(resume)).command()
+        if command is None and not overrides:
+            raise InputError(
+                "--resume", got=f"{resume}, where no command has said what it computes",
+                expected="the output folder of an interrupted infer", remedy="repeat that command with --resume",
+            )  # fmt: skip
+        if command is not None:
+            make_importable(command["folder"])
+            given, overrides = command["model"], [*command["overrides"], *overrides]
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts GPUs, by which a device is chosen
     inventory = local_inventory()
     target = open_target(given, overrides, inventory)
     more: Any = {"resume": resume, "dry_run": dry_run, "verbose": verbose, "console": console, "data": data}
-    more["command"] = _command(given, overrides, target)
+    rows = target.spec.infer.input
+    paths = [absolute_path(one) for one in ([rows] if isinstance(rows, str) else rows or [])]
+    kept = [one for one in overrides if one.partition("=")[0] not in ("infer.input", "infer.output")]
+    model = target.run.path if target.run is not None else given
+    model = os.path.abspath(model) if model is not None and os.path.exists(model) else model
+    # what `--resume DIR` alone needs to repeat this command in any folder
+    more["command"] = {
+        "model": model, "overrides": [*kept, f"infer.input={json.dumps(paths)}"], "folder": os.getcwd(),
+    }  # fmt: skip
     if target.address == "local":
         return infer_target(target, inventory, **more)
     with connected(target.address, num_cpus=0, num_gpus=0, verbose=verbose):
@@ -113,7 +129,8 @@ def infer_target(
     target: Target, inventory: Inventory, *, resume: str | None, dry_run: bool, verbose: bool, console: Console,
     data: Any = None, command: dict[str, Any] | None = None,
 ) -> InferResult | None:  # fmt: skip
-    """Run an inference job with a model that was found; arguments as for `run_infer`, and `_command` of them."""
+    """Run an inference job with a model that was found; arguments as for `run_infer`. `command`: what a resumed
+    command repeats."""
     if dry_run:
         with private_folder() as scratch:
             print_plan(plan_inference(target, inventory, resume=resume, data=data, scratch=scratch), console)
@@ -121,8 +138,12 @@ def infer_target(
     planned = plan_inference(target, inventory, resume=resume, data=data)
     print_plan(planned, console)
     planned.output.check_same(planned.identity)
-    if planned.output.store.exists(MANIFEST):
-        return _complete(planned, console)
+    output, store = planned.output, planned.output.store
+    if store.exists(MANIFEST):  # an earlier command was not interrupted
+        print_line(console, f"{path_from_here(output.path)} is complete; nothing is left to compute")
+        remove_work(output)
+        about, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
+        return InferResult("done", output.path, about["rows"], about["failed"], summary)
     finished = planned.output.finished(planned.units, planned.job)
     missing = [unit for unit in planned.units if unit.number not in finished]
     try:
@@ -131,7 +152,6 @@ def infer_target(
             found = _computed(planned, computation, missing, sum(finished.values()), console)
             return found if isinstance(found, InferResult) else _merged(planned, found, console)
     except BaseException:
-        output = planned.output
         if output.identity() is None or not output.has_parts():
             output.forget()
         else:
@@ -140,35 +160,11 @@ def infer_target(
         raise
 
 
-def _command(given: str | None, overrides: Sequence[str], target: Target) -> dict[str, Any]:
-    """What `--resume DIR` alone needs to repeat this command in any folder."""
-    rows = target.spec.infer.input
-    paths = [absolute_path(one) for one in ([rows] if isinstance(rows, str) else rows or [])]
-    kept = [one for one in overrides if one.partition("=")[0] not in ("infer.input", "infer.output")]
-    named = target.run.path if target.run is not None else given
-    model = os.path.abspath(named) if named is not None and os.path.exists(named) else named
-    return {"model": model, "overrides": [*kept, f"infer.input={json.dumps(paths)}"], "folder": os.getcwd()}
-
-
-def _continued(resume: str, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The model and the overrides of the command that wrote an output folder, and these overrides."""
-    command = OutputFolder(absolute_path(resume)).command()
-    if command is None and not overrides:
-        raise InputError(
-            "--resume", got=f"{resume}, where no command has said what it computes",
-            expected="the output folder of an interrupted infer", remedy="repeat that command with --resume",
-        )  # fmt: skip
-    if command is None:
-        return None, list(overrides)
-    make_importable(command["folder"])
-    return command["model"], [*command["overrides"], *overrides]
-
-
 def _computed(
     planned: InferencePlan, computation: UnitComputation | None, missing: Sequence[Unit], failed: int, console: Console
 ) -> list[UnitReport] | InferResult:
     """Compute the missing units; `failed` rows failed in those of an earlier command."""
-    reports, most = list[UnitReport](), planned.most_failed
+    reports = list[UnitReport]()
     if computation is None:
         return reports
     earlier = planned.rows.rows - sum(unit.rows for unit in missing)
@@ -179,31 +175,20 @@ def _computed(
         for report in computation.reports(missing):
             reports.append(report)
             failed += report.failed
-            if failed > most:
-                return _too_many(planned, failed, report.error, console)
+            if failed > planned.most_failed:
+                break
             display.complete(report.number, report.rows)
-    return reports
-
-
-def _complete(planned: InferencePlan, console: Console) -> InferResult:
-    """The result of an earlier command that was not interrupted."""
-    output, store = planned.output, planned.output.store
-    print_line(console, f"{path_from_here(output.path)} is complete; nothing is left to compute")
-    remove_work(output)
-    about, summary = (json.loads(store.read_bytes(name)) for name in (MANIFEST, SUMMARY))
-    return InferResult("done", output.path, about["rows"], about["failed"], summary)
-
-
-def _too_many(planned: InferencePlan, failed: int, error: str | None, console: Console) -> InferResult:
-    share = planned.target.spec.infer.max_failures
-    reason = f"; the last error, of {error}" if error else ""
+        else:
+            return reports
+    share, path = planned.target.spec.infer.max_failures, planned.output.path
+    reason = f"; the last error, of {reports[-1].error}" if reports[-1].error else ""
     print_line(
         console,
         f"failed: at least {failed:,} of {planned.rows.rows:,} rows failed, infer.max_failures allows {share:g}"
         f"{reason}. A higher infer.max_failures records such rows as failed and goes on. What is complete is kept: "
-        f"{path_from_here(planned.output.path)}",
+        f"{path_from_here(path)}",
     )
-    return InferResult("failed", planned.output.path, planned.rows.rows, failed, {})
+    return InferResult("failed", path, planned.rows.rows, failed, {})
 
 
 def _merged(planned: InferencePlan, reports: Sequence[UnitReport], console: Console) -> InferResult:

@@ -224,12 +224,18 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
     stages = f", {count} stages each" if count > 1 else ""
     each = "" if here and count == 1 else " each"
     more = "" if planned.at_once == planned.workers else f"; room for {planned.at_once} at once"
+    schedule = []
+    if planned.at_once > 1:  # what the number of units leaves of the gain; how fast workers are, only the run knows
+        units, rounds = len(planned.units), -(-len(planned.units) // planned.at_once)
+        gain = f"{counted(units, 'unit')} in {counted(rounds, 'round')}: at most {units / rounds:.3g} times the speed"
+        linear = f"{units / rounds / planned.at_once:.0%} of linear"
+        schedule = [("schedule", f"{gain} of one worker ({linear}), where units take equally long")]
     for name, value in (
         ("model", f"{planned.target.name}, {model.dtype} on {model.device.split(':')[0]}"),
         ("input", f"{counted(planned.rows.rows, 'row')} in {counted(len(planned.units), 'unit')} of {size:,}"),
         ("batch", f"{counted(planned.batch_size, 'row')} ({planned.batch_reason})"),
         ("workers", f"{where}{stages} with {counted(planned.threads, 'thread')}{each}{more}"),
-        *_schedule(planned),
+        *schedule,
         *planned.stages.lines(),
         *planned.hosts.lines(),
         ("output", path_from_here(planned.output.path)),
@@ -239,17 +245,6 @@ def print_plan(planned: InferencePlan, console: Console) -> None:
         print_line(console, planned.waits)
     for warning in planned.target.warnings:
         print_warning(console, warning)
-
-
-def _schedule(planned: InferencePlan) -> list[tuple[str, str]]:
-    """What the number of units leaves of the gain of several workers; how fast they are, only the run knows."""
-    units, workers = len(planned.units), planned.at_once
-    if workers == 1:
-        return []
-    rounds = -(-units // workers)
-    most = units / rounds
-    text = f"{counted(units, 'unit')} in {counted(rounds, 'round')}: at most {most:.3g} times the speed of one worker"
-    return [("schedule", f"{text} ({most / workers:.0%} of linear), where units take equally long")]
 
 
 class InferenceDisplay:
@@ -276,7 +271,10 @@ class InferenceDisplay:
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[figures]}"), TimesColumn(),
             console=console, transient=True,
         )  # fmt: skip
-        self._task = self._bar.add_task("inference", total=rows, figures="", times=self._times)
+        self._task = self._bar.add_task(
+            "inference", total=rows, figures="",
+            times=lambda: times_text(clock() - self._began, self._remaining.seconds()),
+        )  # fmt: skip
 
     def __enter__(self) -> InferenceDisplay:
         if self._console.is_terminal:
@@ -301,7 +299,9 @@ class InferenceDisplay:
         waited = now - self._last
         if not live and waited < PLAIN_EVERY_S:
             return
-        done = self._done()
+        complete = dict(self._complete)
+        partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
+        done = sum(complete.values()) + sum(partial.values())  # by this command
         if done:  # before, processes start and the model is loaded
             self._remaining.see(self._earlier + done, self._rows)
         rate = self._remaining.rate()
@@ -317,15 +317,6 @@ class InferenceDisplay:
             left = f" after {now - self._began:.0f} s" if left_s is None else f", about {left_s:,.0f} s left"
             rows = f"{self._earlier + done:,} of {self._rows:,} rows"
             print_line(self._console, f"{rows}{figures and f', {figures}'}{left}")
-
-    def _done(self) -> int:
-        """Rows that this command has computed."""
-        complete = dict(self._complete)
-        partial = {unit: rows for unit, rows in self._in_progress().items() if unit not in complete}
-        return sum(complete.values()) + sum(partial.values())
-
-    def _times(self) -> str:
-        return times_text(self._clock() - self._began, self._remaining.seconds())
 
     def _run(self) -> None:
         while not self._over.wait(1.0):

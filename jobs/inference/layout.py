@@ -70,20 +70,16 @@ class StageChoice:
             plan = self.split.plan
             lines += [(f"stage {stage}", plan.describe(stage)) for stage in range(plan.stages)]
             lines.append(("balance", self.split.balance))
-            lines.append(("in flight", _schedule(plan.stages, self.split.inflight)))
+            inflight = self.split.inflight  # a batch is in one stage at a time
+            text = f"{counted(inflight, 'batch', 'batches')} at a time in each replica"
+            if inflight < plan.stages:
+                busy = f"at most {inflight} of {plan.stages} stages compute" if inflight > 1 else "one stage computes"
+                text += f": {busy} while the others wait; infer.inflight auto keeps all of them busy"
+            lines.append(("in flight", text))
         if self.int8 is not None and self.limit is not None:
             fits = "which fits one device" if self.int8 <= self.limit else "still more than a device may use"
             lines.append(("or", f"{QUANTIZE}=int8: about {size_text(self.int8)}, {fits}"))
         return lines
-
-
-def _schedule(stages: int, inflight: int) -> str:
-    """How many stages compute at the same time: a batch is in one stage at a time."""
-    text = f"{counted(inflight, 'batch', 'batches')} at a time in each replica"
-    if inflight >= stages:
-        return text
-    busy = "one stage computes" if inflight == 1 else f"at most {inflight} of {stages} stages compute"
-    return f"{text}: {busy} while the others wait; infer.inflight auto keeps all of them busy"
 
 
 def choose_stages(target: Target, *, rows: int) -> StageChoice:
@@ -210,7 +206,16 @@ def choose_hosts(target: Target, *, rows: int) -> HostChoice:
     if not has_experts(spec):
         return HostChoice()
     if not target.hosts_given:
-        return _of_training(target, number_of_hosts(wanted), rows=rows)
+        hosts = number_of_hosts(wanted)
+        if _divided(target):
+            return HostChoice()
+        if not hosts or target.spec.infer.quantize is not None:
+            return HostChoice(0, "every worker holds a copy")
+        memory, limit = memory_of(target, rows=rows), device_limit(target)
+        if memory is None or limit is None or memory.total <= limit:
+            return HostChoice(0, f"a copy fits, which is faster; {HOSTS_KEY}={hosts} uses hosts as in training")
+        reason = f"as in training: a copy needs about {size_text(memory.total)} of {size_text(limit)}"
+        return _checked(target, HostChoice(hosts, reason))
     if isinstance(wanted, dict) or wanted == "colocated":
         raise InputError(
             HOSTS_KEY, got=str(wanted), expected="the number of hosts of each worker, 0 or auto",
@@ -219,17 +224,6 @@ def choose_hosts(target: Target, *, rows: int) -> HostChoice:
     if not isinstance(wanted, int) or wanted == 0:
         return HostChoice(0, HOSTS_KEY)
     return _checked(target, HostChoice(wanted, HOSTS_KEY))
-
-
-def _of_training(target: Target, hosts: int, *, rows: int) -> HostChoice:
-    """The choice of a command that does not name the key."""
-    if not hosts or _divided(target) or target.spec.infer.quantize is not None:
-        return HostChoice(0, "every worker holds a copy") if not _divided(target) else HostChoice()
-    memory, limit = memory_of(target, rows=rows), device_limit(target)
-    if memory is None or limit is None or memory.total <= limit:
-        return HostChoice(0, f"a copy fits, which is faster; {HOSTS_KEY}={hosts} uses hosts as in training")
-    reason = f"as in training: a copy needs about {size_text(memory.total)} of {size_text(limit)}"
-    return _checked(target, HostChoice(hosts, reason))
 
 
 def _divided(target: Target) -> bool:

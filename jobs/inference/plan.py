@@ -118,7 +118,13 @@ def plan_inference(
         scratch: where input of other formats is converted, None for the output folder.
     """
     resume = resume and typed_path(resume, key="--resume")
-    output = OutputFolder(absolute_path(resume or target.spec.infer.output or _new_folder(target)))
+    folder = resume or target.spec.infer.output
+    if not folder:
+        parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
+        names = {entry.name for entry in open_store(parent).entries("")}
+        stem = f"{target.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
+        folder = join(parent, next(name for name in (stem, *(f"{stem}-{n}" for n in count(2))) if name not in names))
+    output = OutputFolder(absolute_path(folder))
     output.check_free(resume=resume is not None)
     try:
         rows, paths, prints = _input(target, scratch or join(output.path, CONVERTED), data)
@@ -190,19 +196,30 @@ def _planned(
         what = f"no value in row {places[0]}" if value is None else f"{value!r} in rows {places[0]} and {places[1]}"
         seen = f"the column {infer.id_column} with {what}"
         raise InputError("infer.id_column", got=seen, expected="a unique id in every row")
-    wanted = infer.batch_size
-    usual = wanted if isinstance(wanted, int) else usual_rows(generates=_generates(target))
+    wanted, generates = infer.batch_size, _generates(target)
+    usual = wanted if isinstance(wanted, int) else usual_rows(generates=generates)
     hosts = choose_hosts(target, rows=usual)
     stages = StageChoice(None, None, None) if hosts.hosts else choose_stages(target, rows=usual)
-    batch, reason = _batch(target, stages.stages)
-    size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=_generates(target))
+    if isinstance(wanted, int):
+        batch, reason = wanted, "infer.batch_size"
+    elif stages.stages == 1:
+        device = "GPU" if target.machines.on_gpu else "CPU"
+        batch, reason = usual_rows(generates=generates, on_gpu=target.machines.on_gpu), f"usual on a {device}"
+    else:  # not one large batch, but several in flight
+        batch = usual if generates else max(1, usual // (BATCHES_OF_STAGE * stages.stages))
+        reason = "several batches are in flight"
+    size = infer.unit_rows if isinstance(infer.unit_rows, int) else unit_size(rows.rows, generates=generates)
     if not isinstance(infer.unit_rows, int) and stages.stages > 1:
         size = max(size, BATCHES_OF_STAGE * stages.stages * batch)
     units = units_of(rows.rows, size)
     each, key = stages.stages + hosts.hosts, HOSTS if hosts.hosts else STAGES
     workers = workers_of(target, len(units), inventory, stages=each, key=key)
     room = room_of(target, inventory, stages=each)
-    threads = _threads(target, inventory, (workers if room is None else min(workers, max(room, 1))) * each)
+    threads = target.spec.scale.threads
+    if not isinstance(threads, int):  # the processes are divided equally over the machines
+        nodes = [node.cpus for node in inventory.nodes if node.cpus] or [1]
+        processes = (workers if room is None else min(workers, max(room, 1))) * each
+        threads = max(1, min(nodes) // math.ceil(processes / len(nodes)))
     room, waits = room_of(target, inventory, stages=each, threads=threads), ""
     need, asked = need_of(target, each, key=key, threads=threads), target.spec.scale.workers
     if room is not None:
@@ -220,16 +237,6 @@ def _planned(
     return InferencePlan(
         target, rows, units, output, batch, workers, threads, stages, identity, paths, reason, hosts, need, room, waits
     )  # fmt: skip
-
-
-def _new_folder(target: Target) -> str:
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
-    names = {entry.name for entry in open_store(parent).entries("")}
-    stem = f"{target.name}-{stamp}"
-    return join(
-        parent, next(name for number in count(1) if (name := f"{stem}-{number}" if number > 1 else stem) not in names)
-    )
 
 
 def workers_of(target: Target, units: int, inventory: Inventory, *, stages: int = 1, key: str = STAGES) -> int:
@@ -292,23 +299,6 @@ def room_of(target: Target, inventory: Inventory, *, stages: int = 1, threads: i
         for node, devices in pool
     ]
     return room_for(each, nodes) // stages
-
-
-def _threads(target: Target, inventory: Inventory, processes: int) -> int:
-    """Threads of a process where the processes are divided equally over the machines."""
-    wanted = target.spec.scale.threads
-    nodes = [node.cpus for node in inventory.nodes if node.cpus] or [1]
-    return wanted if isinstance(wanted, int) else max(1, min(nodes) // math.ceil(processes / len(nodes)))
-
-
-def _batch(target: Target, stages: int) -> tuple[int, str]:
-    wanted, generates, on_gpu = target.spec.infer.batch_size, _generates(target), target.machines.on_gpu
-    if isinstance(wanted, int):
-        return wanted, "infer.batch_size"
-    if stages == 1:
-        return usual_rows(generates=generates, on_gpu=on_gpu), f"usual on a {'GPU' if on_gpu else 'CPU'}"
-    usual = usual_rows(generates=generates)  # not one large batch, but several in flight
-    return max(1, usual if generates else usual // (BATCHES_OF_STAGE * stages)), "several batches are in flight"
 
 
 def _generates(target: Target) -> bool:

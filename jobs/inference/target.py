@@ -111,7 +111,10 @@ def _of_run(given: str | None, overrides: Sequence[str], inventory: Inventory) -
             "infer", got=f"no RUN, and the newest run has no weights ({error.got})", expected=EXPECTED,
             remedy="name a run that has trained: raytrain infer RUN infer.input=FILE",
         ) from error  # fmt: skip
-    about = _about(run, step)
+    saved, about = run.saved_steps(), dict[str, Any]()  # what the checkpoints say about the data, if one is left
+    if saved:
+        newest = step if step in saved else saved[-1]
+        about = run.read_json(f"checkpoints/step_{newest:08d}/manifest.json").get("extra", {})
     facts, reads, tokenizer = (about.get(name) for name in ("source_facts", "reads", "tokenizer"))
     if facts is None or reads is None:  # a run of an earlier version: its data tells
         facts, reads = _of_source(spec)
@@ -138,15 +141,6 @@ def weights_of(run: RunFolder, wanted: str | int) -> tuple[str, int]:
         if not open_store(target).entries(""):
             export_weights_of(run, info.step, target)
         return target, info.step
-
-
-def _about(run: RunFolder, step: int) -> dict[str, Any]:
-    """What the checkpoints of a run say about its data; empty if none is left."""
-    saved = run.saved_steps()
-    if not saved:
-        return {}
-    manifest = run.read_json(f"checkpoints/step_{step if step in saved else saved[-1]:08d}/manifest.json")
-    return manifest.get("extra", {})
 
 
 def _of_source(spec: JobSpec) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -144,7 +144,7 @@ class BatchUploader(Generic[Result]):
     def begin(self, make: Callable[[], Result], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Result]:
         """Make a batch in the thread; its copies and kernels go to the stream. `unwanted` is called if the batch is
         cancelled before the thread starts on it."""
-        return PendingUpload(self._thread.submit(self._made, make), self._stream, unwanted=unwanted)
+        return PendingUpload(self._thread.submit(self._made, make), self._stream, unwanted)
 
     def _made(self, make: Callable[[], Result]) -> tuple[Result, torch.Event | None]:
         if self._stream is None:
@@ -159,12 +159,11 @@ class BatchUploader(Generic[Result]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
+@dataclass(frozen=True)
 class PendingUpload(Generic[Result]):
-    def __init__(
-        self, future: Future[tuple[Result, torch.Event | None]], stream: torch.Stream | None, *,
-        unwanted: Callable[[], object],
-    ) -> None:  # fmt: skip
-        self._future, self._stream, self._unwanted = future, stream, unwanted
+    _future: Future[tuple[Result, torch.Event | None]]
+    _stream: torch.Stream | None
+    _unwanted: Callable[[], object]
 
     def result(self) -> Result:
         """The batch. Kernels that are queued from now on wait for its copies; the host does not."""

@@ -65,10 +65,6 @@ class _Row:
     answer: list[int] = field(default_factory=list)
     ended: bool = False
 
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.answer
-
 
 @torch.no_grad()
 def generate(
@@ -115,7 +111,12 @@ class _Batch:
         self.module, self.sampling, self.context, self.decode = module, sampling, context, decode
         self.device = next(module.parameters()).device
         self.rows = list(rows)  # of the batch; ended ones leave it together
-        self.uniforms_BN = self._uniforms()
+        # (B, N) float64: the draws of each row, a pure function of the seed and the row's number; None if greedy
+        self.uniforms_BN: Tensor | None = None
+        if sampling.temperature:
+            keys = [[sampling.seed % 2**64, row.number % 2**64] for row in rows]
+            draws = [np.random.Generator(np.random.Philox(key=key)).random(sampling.max_new_tokens) for key in keys]
+            self.uniforms_BN = torch.from_numpy(np.stack(draws)).to(self.device)
         self.masked = MASK in inspect.signature(module.forward).parameters
         self.step = 0
 
@@ -123,7 +124,9 @@ class _Batch:
         if getattr(self.module, "takes_cache", False):
             self._cached()
         while self._keep(0) != [] and self.step < self.sampling.max_new_tokens:
-            self._append([self._choose(self._forward(self._windows(), None))])
+            given = [row.prompt + row.answer for row in self.rows]
+            windows = given if self.context is None else [ids[-self.context :] for ids in given]
+            self._append([self._choose(self._forward(windows, None))])
 
     def _cached(self) -> None:
         longest = max(len(row.prompt) for row in self.rows)
@@ -152,9 +155,6 @@ class _Batch:
                     tokens_B = tokens_B[kept]
             logits_BV = passes(tokens_B, left=left)
 
-    def _windows(self) -> list[list[int]]:
-        return [row.ids if self.context is None else row.ids[-self.context :] for row in self.rows]
-
     def _forward(self, given: list[list[int]], cache: Any | None) -> Tensor:
         """(B, V) logits of each row's next token."""
         lengths = [len(ids) for ids in given]
@@ -174,19 +174,6 @@ class _Batch:
             logits = logits[torch.arange(len(given), device=logits.device), last]
         return logits.reshape(len(given), -1)
 
-    def _uniforms(self) -> Tensor | None:
-        """(B, N) float64: the draws of each row, a pure function of the seed and the row's number; None if greedy."""
-        sampling = self.sampling
-        if sampling.temperature == 0:
-            return None
-        draws = [
-            np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, row.number % 2**64])).random(
-                sampling.max_new_tokens
-            )
-            for row in self.rows
-        ]
-        return torch.from_numpy(np.stack(draws)).to(self.device)
-
     def _choose(self, logits_BV: Tensor) -> Tensor:
         """(B,): each row's next token, on the model's device."""
         self.step += 1
@@ -198,7 +185,14 @@ class _Batch:
         """Read the tokens of some passes, and give them to the rows that they do not end."""
         for row, tokens in zip(self.rows, torch.stack(block, 1).tolist(), strict=True):
             for token in tokens:
-                row.ended = row.ended or self._ends(row, token)
+                row.ended = row.ended or token in self.sampling.end_ids
+                if row.ended:
+                    break
+                row.answer.append(token)
+                if self.sampling.stop:
+                    assert self.decode is not None
+                    text = self.decode(row.answer)
+                    row.ended = any(stop in text for stop in self.sampling.stop)
 
     def _keep(self, share: float) -> list[int] | None:
         """Drop the rows that have ended, if they are more than this share or all; returns the places of the others, if
@@ -210,16 +204,6 @@ class _Batch:
         if self.uniforms_BN is not None:
             self.uniforms_BN = self.uniforms_BN[kept]
         return kept
-
-    def _ends(self, row: _Row, token: int) -> bool:
-        if token in self.sampling.end_ids:
-            return True
-        row.answer.append(token)
-        if not self.sampling.stop:
-            return False
-        assert self.decode is not None
-        text = self.decode(row.answer)
-        return any(stop in text for stop in self.sampling.stop)
 
 
 class _OneTokenPasses:

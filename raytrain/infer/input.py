@@ -294,17 +294,16 @@ def fitted(table: Any, schema: Any) -> Any:
         return table
     columns = []
     for one in schema:
+        own = pa.nulls(table.num_rows, one.type)
         try:
-            own = table[one.name].cast(one.type) if one.name in table.column_names else None
+            own = table[one.name].cast(one.type) if one.name in table.column_names else own
         except pa.ArrowException as error:
-            if pa.types.is_string(one.type):
-                columns.append(pa.nulls(table.num_rows, one.type))
-                continue
-            seen = f"the column {one.name} as {one.type} in all files together: {first_line(error)}"
-            raise InputError(
-                KEY, got=seen, expected="one type a column", remedy="write one type, or leave the column out"
-            ) from error
-        columns.append(pa.nulls(table.num_rows, one.type) if own is None else own)
+            if not pa.types.is_string(one.type):
+                seen = f"the column {one.name} as {one.type} in all files together: {first_line(error)}"
+                raise InputError(
+                    KEY, got=seen, expected="one type a column", remedy="write one type, or leave the column out"
+                ) from error
+        columns.append(own)
     return pa.table(columns, schema=schema)
 
 

@@ -63,14 +63,15 @@ USUAL = ("prompt", "text", "question", "instruction")
 
 TEMPLATE = "infer.template"
 
-Chat = Callable[[str], str]
+Chat = Callable[[list[dict[str, str]]], str]
+"""Messages as the text of the tokenizer's chat template."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     parts: tuple[tuple[str, str | None], ...]  # texts, each with the column whose value follows it, or None
     key: str  # the key that errors name
-    chat: Chat | None = None  # puts the text into the tokenizer's chat template; None for the text alone
+    chat: Chat | None = None  # gets the text as the user's message; None for the text alone
     exact: frozenset[str] = frozenset()  # columns that the input also has as JSON texts (`as_json`)
 
     @property
@@ -84,7 +85,11 @@ class Prompt:
     def texts(self, table: Any) -> list[str]:
         """The prompt of each row. Raises InputError for a row without a value, and as `check`."""
         self.check(table.schema)
-        return [self._text(row) for row in self._rows(table)]
+        rows = self._rows(table)
+        for name in (name for row in rows for name in self.names if row[name] is None):
+            raise InputError(self.key, got=f"no value in the column {name}", expected="a value in every row")
+        texts = [self._joined(row) for row in rows]
+        return texts if self.chat is None else [self.chat([{"role": "user", "content": text}]) for text in texts]
 
     def check(self, schema: Any) -> None:
         """Raise InputError for a column of lists, mappings or bytes; a template may also name columns of numbers."""
@@ -107,13 +112,6 @@ class Prompt:
 
     def _rows(self, table: Any) -> list[dict[str, Any]]:
         return shortest(table.select(list(self.columns))).to_pylist()
-
-    def _text(self, row: dict[str, Any]) -> str:
-        for name in self.names:
-            if row[name] is None:
-                raise InputError(self.key, got=f"no value in the column {name}", expected="a value in every row")
-        text = self._joined(row)
-        return text if self.chat is None else self.chat(text)
 
     def _joined(self, row: dict[str, Any]) -> str:
         return "".join(text + ("" if name is None else _written(row, name)) for text, name in self.parts)
@@ -383,7 +381,7 @@ class InferenceModel:
             if infer.chat and not getattr(tokenizer, "chat_template", None):
                 raise InputError("infer.chat", got="true with a tokenizer without a chat template", expected="false")
             if infer.chat:
-                chat = partial(_in_chat, tokenizer)
+                chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
         elif infer.chat:
             raise InputError("infer.chat", got="true with a model without a tokenizer", expected="false")
         prompt = _prompt(infer, schema, chat)
@@ -417,11 +415,6 @@ def _check_trained_on(schema: Any, names: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _in_chat(tokenizer: Any, text: str) -> str:
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
 def _named_parameters(module: nn.Module) -> list[str]:
     skipped = ("labels", "num_items_in_batch")
     return [name for name in inspect.signature(module.forward).parameters if name not in skipped]
@@ -433,7 +426,7 @@ def _context(module: nn.Module) -> int | None:
     return longest_input(config.to_dict() if hasattr(config, "to_dict") else own)
 
 
-def _prompt(infer: InferConfig, schema: Any, chat: Callable[[str], str] | None = None) -> Prompt:
+def _prompt(infer: InferConfig, schema: Any, chat: Chat | None = None) -> Prompt:
     templates = dict(infer.templates)
     names = own_names(schema)
     exact = [name for name in names if as_json(name) in schema.names]

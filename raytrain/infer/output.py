@@ -151,7 +151,7 @@ class OutputFolder:
         says, or of another job."""
         names = {entry.name for entry in self.store.entries(PARTS)}
         present = [unit for unit in units if part_name(unit.number) in names]
-        return {unit.number: part_facts(self.parts, unit, job).report.failed for unit in present}
+        return {unit.number: part_facts(self.parts, unit, job)[0].failed for unit in present}
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
@@ -190,16 +190,9 @@ def write_part(
     open_store(parts, ANSWERS).write_bytes(part_name(unit.number), sink.getvalue().to_pybytes())
 
 
-@dataclass(frozen=True)
-class PartFacts:
-    """What the footer of a unit's file says: the report of the worker that wrote it, and its Arrow schema."""
-
-    report: UnitReport
-    schema: Any
-
-
-def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
-    """Read the footer of a unit's file. Raises InputError if it is no file of this unit and job."""
+def part_facts(parts: str, unit: Unit, job: str) -> tuple[UnitReport, Any]:
+    """The report of the worker that wrote a unit's file, and its Arrow schema, from its footer. Raises InputError if it
+    is no file of this unit and job."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -220,14 +213,14 @@ def part_facts(parts: str, unit: Unit, job: str) -> PartFacts:
     said = {one.name: about[one.name] for one in fields(UnitReport) if one.name in about}
     if about.get("job") != job or len(said) < len(fields(UnitReport)):
         raise wrong(got=f"{path}, which another job wrote", expected="the file of a unit of this job")
-    return PartFacts(UnitReport(**said), schema.remove_metadata())
+    return UnitReport(**said), schema.remove_metadata()
 
 
 def written_report(parts: str, unit: Unit, job: str) -> UnitReport | None:
     """What the worker said that has written a unit's file; None if there is none, or none of this unit and job."""
     store = open_store(parts, ANSWERS)
     try:
-        return part_facts(parts, unit, job).report if store.exists(part_name(unit.number)) else None
+        return part_facts(parts, unit, job)[0] if store.exists(part_name(unit.number)) else None
     except InputError:
         return None
 
@@ -299,7 +292,7 @@ def merge(
     for found, what in ((expected - names, "missing"), (names - expected, "of no unit of this input")):
         if found:
             raise RunError(_listed(list(found), f"files in {output.parts} are {what}"))
-    facts, wrong = list[PartFacts](), list[InputError]()
+    facts, wrong = list[tuple[UnitReport, Any]](), list[InputError]()
     for unit in units:
         try:
             facts.append(part_facts(output.parts, unit, job))
@@ -308,7 +301,7 @@ def merge(
     if wrong:
         raise RunError(_listed([error.got for error in wrong], f"files in {output.parts} are not of this job"))
     # a unit whose rows all failed has no type of prediction
-    schema = pa.unify_schemas([one.schema for one in facts], promote_options="permissive")
+    schema = pa.unify_schemas([own for _, own in facts], promote_options="permissive")
     name = f"predictions.{kind}"
     kept = [field for field in schema if field.name not in TIMING_COLUMNS]
     exact = {as_json(name) for name in schema.names}
@@ -330,7 +323,7 @@ def merge(
             timing.write(table)
             read(table)
     return {
-        "rows": sum(unit.rows for unit in units), "failed": sum(one.report.failed for one in facts),
+        "rows": sum(unit.rows for unit in units), "failed": sum(report.failed for report, _ in facts),
         "units": len(units), "unit_rows": [unit.rows for unit in units],
         "text_columns": [one.name for one in kept if is_text(one.type) and one.name not in exact | mixed],
         "files": {name: answers.facts, TIMING: timing.facts},

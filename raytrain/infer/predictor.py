@@ -264,7 +264,13 @@ class RowPredictor(Predictor):
         device = next(self.module.parameters()).device
         batch = dict(split.gather(np.arange(table.num_rows)))
         for name in batch.keys() & self.dtypes.keys():
-            batch[name] = _as_trained(batch[name], getattr(torch, self.dtypes[name]))
+            # whole numbers where training had fractions become float32, and fractions that are all whole become whole
+            # numbers where it had these
+            values, dtype = batch[name], getattr(torch, self.dtypes[name])
+            if isinstance(values, Tensor) and values.is_floating_point() != dtype.is_floating_point:
+                made = values.to(torch.float32 if dtype.is_floating_point else dtype)
+                if dtype.is_floating_point or torch.equal(made.to(values.dtype), values):
+                    batch[name] = made
         shape, x = self.image_shape, batch.get("x")
         if shape is not None and isinstance(x, Tensor) and x.shape[1:] == (math.prod(shape),):
             batch["x"] = x.reshape(-1, *shape)
@@ -297,15 +303,6 @@ class RowPredictor(Predictor):
 
     def _names(self, numbers: list[int]) -> list[Any]:
         return numbers if self.classes is None else [self.classes[number] for number in numbers]
-
-
-def _as_trained(values: Any, dtype: torch.dtype) -> Any:
-    """Whole numbers where training had fractions as float32, and fractions that are all whole as whole numbers where it
-    had these."""
-    if not isinstance(values, Tensor) or values.is_floating_point() == dtype.is_floating_point:
-        return values
-    made = values.to(torch.float32 if dtype.is_floating_point else dtype)
-    return made if dtype.is_floating_point or torch.equal(made.to(values.dtype), values) else values
 
 
 def named_outputs(module: nn.Module, batch: Mapping[str, Any]) -> tuple[str, Tensor]:
@@ -357,17 +354,27 @@ class Codec(Protocol):
     def decode(self, tokens: list[int]) -> str: ...
 
 
-class Generate(Protocol):
-    """Continues prompts, as `raytrain.infer.generate.generate`."""
+Generate = Callable[..., list[list[int]]]
+"""Continues prompts: (prompts, sampling=..., numbers=...) -> the tokens of each answer."""
 
-    def __call__(self, prompts: list[list[int]], *, sampling: Sampling, numbers: Sequence[int]) -> list[list[int]]: ...
+
+class PromptPredictor(Predictor):
+    prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.prompt.columns
+
+    def lengths(self, table: Any) -> list[int]:
+        """Characters of each prompt; 0 for a row that has none, which fails later."""
+        return [len(text or "") for text in self.prompt.lenient(table)]
 
 
 @dataclass
-class TextPredictor(Predictor):
+class TextPredictor(PromptPredictor):
     module: nn.Module  # a causal language model
     codec: Codec  # of its tokens
-    prompt: Any  # column -> the text of a prompt (`raytrain.infer.model`)
+    prompt: Any
     sampling: Sampling
     context: int | None = None  # most tokens that the model sees
     own_generate: Generate | None = None  # continues prompts instead of `generate`
@@ -375,19 +382,11 @@ class TextPredictor(Predictor):
     generates: ClassVar[bool] = True
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return self.prompt.columns
-
-    @property
     def answer_tokens(self) -> int:
         return self.sampling.max_new_tokens
 
     def shortened(self, tokens: int) -> TextPredictor:
         return replace(self, sampling=replace(self.sampling, max_new_tokens=min(tokens, self.answer_tokens)))
-
-    def lengths(self, table: Any) -> list[int]:
-        """Characters of each prompt; 0 for a row that has none, which fails later."""
-        return [len(text or "") for text in self.prompt.lenient(table)]
 
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:
         prompts = [self._tokens(text) for text in self.prompt.texts(table)]
@@ -413,7 +412,7 @@ class TextPredictor(Predictor):
 
 
 @dataclass
-class TextClassifier(Predictor):
+class TextClassifier(PromptPredictor):
     """Texts -> classes, with a classifier of transformers or any module that takes `input_ids` and `attention_mask`."""
 
     module: nn.Module
@@ -422,13 +421,6 @@ class TextClassifier(Predictor):
     pad: int
     classes: tuple[str, ...] | None = None
     autocast: Autocast = nullcontext
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.prompt.columns
-
-    def lengths(self, table: Any) -> list[int]:
-        return [len(text or "") for text in self.prompt.lenient(table)]
 
     @torch.no_grad()
     def predict(self, table: Any, numbers: Sequence[int]) -> Answers:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,9 +110,6 @@ class Quantization:
     rows: int = 0  # of the input that were answered with both weights; 0 if the float weights did not fit the device
     same: int = 0  # how many of the answers are the same: equal classes or texts, values within `CLOSE`
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
 
 def quantize(module: nn.Module) -> Quantization:
     """Replace the linear layers of a module by `Int8Linear`, in place. A weight that another layer shares, such as a
@@ -136,11 +132,7 @@ def saved_bytes(module: nn.Module) -> int:
 
 def _own_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name in it, layer) of each linear layer whose weight no other layer shares."""
-    uses: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(one) for part in module.modules() for one in part._parameters.values())
     for part in module.modules():
         for name, child in part.named_children():
             if type(child) is nn.Linear and uses[id(child.weight)] == 1:

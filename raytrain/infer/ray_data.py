@@ -17,7 +17,7 @@ from cluster.ray_runtime import on_this_node
 from raytrain.config.user_code import import_from
 from raytrain.errors import InputError, RaytrainError, RunError, StateLost, first_line, printable
 from raytrain.infer.input import Unit, UnitReport
-from raytrain.infer.output import WorkerProgress
+from raytrain.infer.output import WorkerProgress, written_report
 from raytrain.infer.stages.actors import ReplicaPlaces, remote_pipeline
 from raytrain.infer.worker import InferenceWorker, Work
 
@@ -108,7 +108,7 @@ class UnitActor:
     def _run(self, unit: Unit) -> str:
         import ray
 
-        written = None if self._starts is None else self._worker.written(unit)
+        written = None if self._starts is None else written_report(self._work.parts, unit, self._work.job)
         if written is not None:  # the process that this one replaces ended before its report had arrived
             return json.dumps(asdict(written))
         # the first end is that of this actor's first process, which has not counted its units
@@ -160,6 +160,7 @@ def run_units(
     cannot be computed or ends its actor each time, or the cluster has no room for all processes of a worker."""
     import ray
     from ray.data import ActorPoolStrategy
+    from ray.exceptions import RayError
 
     required: dict[str, Any] = {} if accelerator is None else {"accelerator_type": accelerator}
     with contextlib.ExitStack() as stack:
@@ -182,7 +183,15 @@ def run_units(
         rows.context.downstream_capacity_backpressure_ratio = None
         starts: Any = ray.remote(UnitStarts).options(num_cpus=0, scheduling_strategy=on_this_node()).remote()
         stack.callback(ray.kill, starts)  # Ray Data may keep the arguments of a pool
-        told(partial(_started, starts))
+
+        def started() -> int:
+            """How many workers have started; 1 where nobody answers, since nothing is known of a wait then."""
+            try:
+                return ray.get(starts.workers.remote(), timeout=ANSWER_S)
+            except RayError:
+                return 1
+
+        told(started)
         finished = rows.map_batches(
             UnitActor, fn_constructor_args=(work, starts, cpus, gpus, accelerator), batch_size=1, batch_format="numpy",
             num_cpus=cpus, num_gpus=gpus or None, **required,
@@ -196,17 +205,6 @@ def run_units(
             if "number" not in found:
                 raise RunError(found["failed"])
             yield UnitReport(**found)
-
-
-def _started(starts: Any) -> int:
-    """How many workers have started; 1 where nobody answers, since nothing is known of a wait then."""
-    import ray
-    from ray.exceptions import RayError
-
-    try:
-        return ray.get(starts.workers.remote(), timeout=ANSWER_S)
-    except RayError:
-        return 1
 
 
 def dataset_tables(dataset: Any) -> Iterator[Any]:

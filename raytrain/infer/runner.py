@@ -143,20 +143,17 @@ def let_go_of_batch(error: Exception, device: torch.device, rows: Sequence[int])
     """Free what a failed batch holds in the frames of its error; returns whether it ran out of memory. Raises
     RunError: the error ended the GPU's context. Every later call of this process would fail as well, so that no row
     can be distinguished."""
-    out_of_memory, lost = is_out_of_memory(error, device=device), None
-    if not out_of_memory and isinstance(error, torch.AcceleratorError):
-        lost = error
-    else:
-        try:
-            let_go(error, device)
-        except torch.AcceleratorError as found:  # cuBLAS and other libraries report a lost context in their own words
-            lost = found
-    if lost is None:
-        return out_of_memory
-    raise RunError(
-        f"one of the rows {min(rows)} to {max(rows)} ended the context of the GPU ({first_line(error)}); "
-        "infer.batch_size=1 or scale.mode=cpu tells which"
-    ) from lost
+    out_of_memory = is_out_of_memory(error, device=device)
+    try:
+        if not out_of_memory and isinstance(error, torch.AcceleratorError):
+            raise error
+        let_go(error, device)
+    except torch.AcceleratorError as lost:  # cuBLAS and other libraries report a lost context in their own words
+        raise RunError(
+            f"one of the rows {min(rows)} to {max(rows)} ended the context of the GPU ({first_line(error)}); "
+            "infer.batch_size=1 or scale.mode=cpu tells which"
+        ) from lost
+    return out_of_memory
 
 
 # ---------------------------------------------------------------- errors of the model's code
@@ -183,11 +180,9 @@ def _model_error(runner: UnitRunner, predictor: Predictor, row: int) -> InputErr
         return None
     try:
         runner.predict(predictor, table, [row])
-    except StateLost:
-        return None  # the first unit gets it again, and handles it
     except ModelOutputError as error:
         return InputError(MODEL_KEY, got=str(error), expected=ANSWERS)
-    except RaytrainError:
+    except RaytrainError:  # a lost state too: the first unit gets it again, and handles it
         return None
     except Exception as error:  # whatever the user's code raises
         raised = users_error(error, key=MODEL_KEY, doing="for every row that was tried")

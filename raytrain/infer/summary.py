@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -64,13 +64,12 @@ class TableFigures:
                 self._errors[error.partition(":")[0]] += 1
                 if len(self._failures) < FAILURES:
                     self._failures.append({"id": _id(table["id"][row]), "error": error})
-        if self.label is not None:
-            self._score(table[self.label], table["prediction"])
-
-    def _score(self, labels: Any, predictions: Any) -> None:
+        if self.label is None:
+            return
         import pyarrow as pa
         from pyarrow import types
 
+        labels, predictions = table[self.label], table["prediction"]
         if self._quality is None:
             of_values = self.known is None and types.is_floating(labels.type)
             of_values = of_values or types.is_floating(predictions.type)
@@ -118,10 +117,21 @@ def summarise(
     first one's begin to the last one's end."""
     rows, made = sum(report.rows for report in reports), sum(report.tokens for report in reports)
     zero, every = min((one.begin for one in reports), default=0.0), -(-len(reports) // TIMES) or 1
+    by_worker: dict[str, list[UnitReport]] = defaultdict(list)
+    for report in reports:
+        by_worker[report.worker].append(report)
+    workers = [
+        {
+            "worker": name, "units": len(own), "rows": sum(one.rows for one in own),
+            "busy_s": sum(one.seconds for one in own), "load_s": own[0].load_s,
+            "rows_per_s": sum(one.rows for one in own) / max(sum(one.seconds for one in own), 1e-9),
+        }
+        for name, own in sorted(by_worker.items())
+    ]  # fmt: skip
     return {
         **figures, "computed_now": rows, "wall_s": wall_s, "rows_per_s": rows / wall_s if wall_s else None,
         "tokens_per_s": made / wall_s if wall_s and made else None,
-        "out_of_memory": sum(report.out_of_memory for report in reports), "workers": _workers(reports),
+        "out_of_memory": sum(report.out_of_memory for report in reports), "workers": workers,
         "times": [
             {"unit": one.number, "worker": one.worker, "rows": one.rows, "begin_s": one.begin - zero,
              "end_s": one.end - zero}
@@ -146,20 +156,6 @@ def stage_figures(split: StageSplit, reports: Sequence[UnitReport]) -> dict[str,
         "expected_bubble": total.expected_bubble(split.inflight), "passes": total.passes, "rounds": total.rounds,
         "inflight": split.inflight, "balance": split.balance,
     }  # fmt: skip
-
-
-def _workers(reports: Sequence[UnitReport]) -> list[dict[str, Any]]:
-    by_worker: dict[str, list[UnitReport]] = defaultdict(list)
-    for report in reports:
-        by_worker[report.worker].append(report)
-    return [
-        {
-            "worker": name, "units": len(own), "rows": sum(one.rows for one in own),
-            "busy_s": sum(one.seconds for one in own), "load_s": own[0].load_s,
-            "rows_per_s": sum(one.rows for one in own) / max(sum(one.seconds for one in own), 1e-9),
-        }
-        for name, own in sorted(by_worker.items())
-    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- classes
@@ -280,31 +276,30 @@ class ClassQuality:
             counts[label, prediction if prediction in self.labels else UNKNOWN] += rows
         names = sorted(self.labels)
         total = counts.total()
-        classes = {name: _class_figures(name, counts) for name in names}
+        classes = {}
+        for name in names:
+            right = counts[name, name]
+            predicted = sum(rows for (_, prediction), rows in counts.items() if prediction == name)
+            actual = sum(rows for (label, _), rows in counts.items() if label == name)
+            precision, recall = right / predicted if predicted else 0.0, right / actual if actual else 0.0
+            f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+            classes[name] = {"precision": precision, "recall": recall, "f1": f1, "rows": actual}
         unknown = sum(rows for (_, prediction), rows in counts.items() if prediction == UNKNOWN)
-        means = {key: _mean(one[key] for one in classes.values()) for key in ("precision", "recall", "f1")}
+        count = max(len(classes), 1)
+        means = {key: sum(one[key] for one in classes.values()) / count for key in ("precision", "recall", "f1")}
         columns = [*names, UNKNOWN] if unknown and UNKNOWN not in names else names
-        predicted = Counter[str]()
+        answers = Counter[str]()
         for (_, prediction), rows in self.counts.items():
-            predicted[prediction] += rows
-        others = [name for name, _ in predicted.most_common() if name not in self.labels and name != UNKNOWN]
+            answers[prediction] += rows
+        others = [name for name, _ in answers.most_common() if name not in self.labels and name != UNKNOWN]
         return {
-            "rows": total, "unknown": unknown, "never_predicted": [name for name in names if not predicted[name]],
+            "rows": total, "unknown": unknown, "never_predicted": [name for name in names if not answers[name]],
             "other_predictions": others[:MOST_OTHER],
             "accuracy": sum(counts[name, name] for name in names) / total if total else None,
             **means, "classes": classes,
             "confusion": {"labels": names, "predictions": columns,
                           "rows": [[counts[label, column] for column in columns] for label in names]},
         }  # fmt: skip
-
-
-def _class_figures(name: str, counts: Counter[tuple[str, str]]) -> dict[str, Any]:
-    right = counts[name, name]
-    predicted = sum(rows for (_, prediction), rows in counts.items() if prediction == name)
-    actual = sum(rows for (label, _), rows in counts.items() if label == name)
-    precision, recall = right / predicted if predicted else 0.0, right / actual if actual else 0.0
-    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-    return {"precision": precision, "recall": recall, "f1": f1, "rows": actual}
 
 
 @dataclass
@@ -336,8 +331,3 @@ class ValueQuality:
             "rows": self.rows, "failed": self.failed, "mean_absolute_error": self.absolute / self.rows,
             "rmse": math.sqrt(self.squared / self.rows),
         }  # fmt: skip
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known) if known else 0.0

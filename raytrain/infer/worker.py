@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from raytrain.accelerator import make_current
 from raytrain.config.sections import InferConfig
 from raytrain.infer.input import InputRows, Unit, UnitReport, as_json
 from raytrain.infer.model import InferenceModel
-from raytrain.infer.output import write_part, written_report
+from raytrain.infer.output import write_part
 from raytrain.infer.quantize import COMPARED_ROWS, quantization_of, quantize_compared
 from raytrain.infer.runner import TooManyFailures, UnitRunner
 from raytrain.infer.stages.split import SplitModule, StagePipeline, StageSplit, local_pipeline, skeleton_of
@@ -94,7 +93,7 @@ class InferenceWorker:
                     left = [row for row in range(table.num_rows) if row not in refused]
                     found = quantize_compared(predictor, table.take(left))
                 self.work.model.halve(predictor.module)  # what is left: int8 values are those of float32
-                self._quantized = found.to_json()
+                self._quantized = json.dumps(asdict(found))
             at_once = 1 if work.split is None else work.split.inflight
             self._runner = UnitRunner(
                 predictor, work.rows, work.batch_size, work.most_failed, device, self.on_rows, at_once, remote
@@ -108,6 +107,8 @@ class InferenceWorker:
 
     def run(self, unit: Unit) -> UnitReport:
         """Compute a unit and write its file, unless more rows of it fail than the job allows."""
+        import pyarrow as pa
+
         runner, begin = self.load(), time.time()
         began, shortages = time.perf_counter(), runner.out_of_memory
         infer = self.work.infer
@@ -120,7 +121,8 @@ class InferenceWorker:
                 unit.number, unit.rows, self.work.most_failed + 1, 0, time.perf_counter() - began, self.name,
                 self.load_s, runner.out_of_memory - shortages, begin, time.time(), error=str(error),
             )  # fmt: skip
-        ids = ids_of(table, unit, infer.id_column)
+        places = range(unit.start, unit.start + unit.rows)
+        ids = pa.array(places, pa.int64()) if infer.id_column is None else table[infer.id_column].combine_chunks()
         report = UnitReport(
             unit.number, unit.rows, sum(result.error is not None for result in results),
             sum(result.tokens for result in results), time.perf_counter() - began, self.name, self.load_s,
@@ -130,22 +132,9 @@ class InferenceWorker:
         write_part(self.work.parts, unit, table.select(kept), results, ids=ids, report=report, job=self.work.job)
         return replace(report, seconds=time.perf_counter() - began, end=time.time())
 
-    def written(self, unit: Unit) -> UnitReport | None:
-        """The report of a unit whose file is there, by a worker that may have ended before its report arrived."""
-        return written_report(self.work.parts, unit, self.work.job)
-
 
 def kept_columns(infer: InferConfig, among: Sequence[str] = ()) -> list[str]:
     """The columns to write beside the predictions, with those `among` the input's that hold their values as JSON."""
     names: list[str] = list(dict.fromkeys([*infer.keep, *([infer.label] if infer.label else [])]))
     exact = names if infer.format == "jsonl" else []
     return names + [as_json(name) for name in exact if as_json(name) in among]
-
-
-def ids_of(table: Any, unit: Unit, column: str | None) -> Any:
-    """The ids of a unit's rows: a column of the input, or their places in it."""
-    import pyarrow as pa
-
-    if column is not None:
-        return table[column].combine_chunks()
-    return pa.array(range(unit.start, unit.start + unit.rows), pa.int64())

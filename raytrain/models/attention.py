@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +28,6 @@ ALIGNED = 8
 SPAN = 128
 
 
-@dataclass
-class _Layer:
-    keys: Tensor  # (B, H, capacity, d)
-    values: Tensor
-
-
 class KeyValueCache:
     """Keys and values of B sequences of different lengths, padded at the beginning, with room for the longest at the
     end.
@@ -49,7 +42,7 @@ class KeyValueCache:
         self._prompts, self._capacity = list(lengths), -(-capacity // ALIGNED) * ALIGNED
         self._paddings = [max(lengths) - length for length in lengths]
         self._begin, self._end = 0, max(lengths)
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, list[Tensor]] = {}  # keys and values of a layer, each (B, H, capacity, d)
         self._seen: Tensor | None = None  # (B, 1, 1, capacity): 0 for tokens, -inf for padding; None without padding
         self.static, self.counts = static, True  # whether a pass that has ended is counted; else it may be made again
         self._masks: dict[int | None, Tensor] = {}  # of a static cache by window: `_seen` without later columns
@@ -74,37 +67,37 @@ class KeyValueCache:
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, window: int | None) -> Tensor:
         """Add a layer's keys and values of a later pass; return the attention of its queries, all (B, H, 1, d)."""
-        held, at, mask = self._layers[id(layer)], self._end, self._seen
+        (keys, values), at, mask = self._layers[id(layer)], self._end, self._seen
         begin, end = self._begin if window is None else max(self._begin, at + 1 - window), at + 1
         if not self.static:
-            held.keys[:, :, at:end], held.values[:, :, at:end] = k, v
+            keys[:, :, at:end], values[:, :, at:end] = k, v
         else:
             if window not in self._masks:
                 self._at, mask = self._at.to(q.device), self._mask(q)
                 mask[..., end:] = mask[..., :begin] = -torch.inf
                 self._masks[window] = mask
-            held.keys.index_copy_(2, self._at, k)
-            held.values.index_copy_(2, self._at, v)
+            keys.index_copy_(2, self._at, k)
+            values.index_copy_(2, self._at, v)
             begin, end, mask = 0, self.span, self._masks[window]
         if mask is not None:
             mask = mask[..., begin:end]
             if begin % ALIGNED:
                 mask = mask.clone()
-        return F.scaled_dot_product_attention(q, held.keys[:, :, begin:end], held.values[:, :, begin:end], mask)
+        return F.scaled_dot_product_attention(q, keys[:, :, begin:end], values[:, :, begin:end], mask)
 
     def start(self, layer: nn.Module, k: Tensor, v: Tensor) -> None:
         """Keep a layer's keys and values of the prompts, (B, H, S, d), whose rows are padded at the end."""
         B, H, S, d = k.shape
         # zeros: a masked value that is not finite would still make the sum NaN
-        held = _Layer(k.new_zeros(B, H, self._capacity, d), v.new_zeros(B, H, self._capacity, d))
+        keys, values = k.new_zeros(B, H, self._capacity, d), v.new_zeros(B, H, self._capacity, d)
         if any(self._paddings):
             for row, (length, padding) in enumerate(zip(self._prompts, self._paddings, strict=True)):
-                held.keys[row, :, padding:S], held.values[row, :, padding:S] = k[row, :, :length], v[row, :, :length]
+                keys[row, :, padding:S], values[row, :, padding:S] = k[row, :, :length], v[row, :, :length]
             if self._seen is None:
                 self._seen = self._mask(k)
         else:
-            held.keys[:, :, :S], held.values[:, :, :S] = k, v
-        self._layers[id(layer)] = held
+            keys[:, :, :S], values[:, :, :S] = k, v
+        self._layers[id(layer)] = [keys, values]
 
     def _mask(self, like: Tensor) -> Tensor:
         """In the format of the queries: a mask of bools would be converted in every layer of every pass."""
@@ -146,11 +139,9 @@ class KeyValueCache:
             self._seen = self._seen[index] if max(self._paddings) > self._begin else None
         self._masks = {window: mask[index] for window, mask in self._masks.items()}
         for held in self._layers.values():
-            for name in ("keys", "values"):
-                full: Tensor = getattr(held, name)
-                smaller = full.new_zeros(len(rows), *full.shape[1:])
-                smaller[:, :, self._begin : self._end] = full[index, :, self._begin : self._end]
-                setattr(held, name, smaller)
+            for place, full in enumerate(held):
+                held[place] = full.new_zeros(len(rows), *full.shape[1:])
+                held[place][:, :, self._begin : self._end] = full[index, :, self._begin : self._end]
 
 
 # ---------------------------------------------------------------- attention

@@ -37,7 +37,19 @@ def blocks_of(trainable: Trainable, *, key: str) -> list[Block]:
             )  # fmt: skip
         return found
     names = [given] if isinstance(given, str) else list(given)
-    found = [block for name in names for block in _named(module, name)]
+    found = []
+    for name in names:
+        try:
+            part = module.get_submodule(name)
+        except AttributeError as error:
+            known = [known for known, inner in module.named_modules() if isinstance(inner, nn.ModuleList)]
+            raise InputError(
+                "model.builder", got=f"a Trainable whose blocks are {name!r}",
+                expected=f"names of modules of {type(module).__name__}",
+                remedy=f"its lists of modules: {', '.join(known[:NAMED_AT_MOST]) or 'none'}",
+            ) from error  # fmt: skip
+        members = [(f"{name}.{leaf}", inner) for leaf, inner in part.named_children()]
+        found += members if isinstance(part, LISTS) else [(name, part)]  # a list is never called itself
     _check(module, found, names_given=", ".join(names))
     return found
 
@@ -74,22 +86,6 @@ def called_modules(name: str, part: nn.Module) -> list[Block]:
     if type(part).forward is not nn.Module.forward:
         return [(name, part)]
     return [block for leaf, inner in part.named_children() for block in called_modules(f"{name}.{leaf}", inner)]
-
-
-def _named(module: nn.Module, name: str) -> list[Block]:
-    """Return the module of this name; for a list of modules, which is never called itself, its members."""
-    try:
-        part = module.get_submodule(name)
-    except AttributeError as error:
-        known = [known for known, inner in module.named_modules() if isinstance(inner, nn.ModuleList)]
-        raise InputError(
-            "model.builder", got=f"a Trainable whose blocks are {name!r}",
-            expected=f"names of modules of {type(module).__name__}",
-            remedy=f"its lists of modules: {', '.join(known[:NAMED_AT_MOST]) or 'none'}",
-        ) from error  # fmt: skip
-    if isinstance(part, LISTS):
-        return [(f"{name}.{leaf}", inner) for leaf, inner in part.named_children()]
-    return [(name, part)]
 
 
 def _check(module: nn.Module, blocks: Sequence[Block], *, names_given: str) -> None:

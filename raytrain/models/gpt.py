@@ -92,10 +92,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = Head(width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
-        self._initialise()
-
-    def _initialise(self) -> None:
-        """normal(0, 0.02); residual projections are scaled by 1 / sqrt(2L) for L blocks."""
+        # normal(0, 0.02); residual projections are scaled by 1 / sqrt(2L) for L blocks
         residual = INIT_STD / math.sqrt(2 * max(1, len(self.blocks)))
         nn.init.normal_(self.positions, std=INIT_STD)
         nn.init.normal_(self.tokens.weight, std=INIT_STD)

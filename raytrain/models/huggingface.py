@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
@@ -46,12 +46,12 @@ _PADDED_POSITIONS = re.compile(r"position_embeddings = [\w.]*Embedding\([^()]*pa
 _PADDING = re.compile(r"self\.padding_idx = (\d+)")
 
 
-def check_installed(builder: str) -> None:
-    """Raise InputError if the optional package is not installed."""
+def check_installed(value: str, *, key: str = "model.builder") -> None:
+    """Raise InputError if the optional package is not installed. `value`: of the key, which needs it."""
     if importlib.util.find_spec("transformers") is None:
         raise InputError(
-            "model.builder",
-            got=f"{builder}, and transformers is not installed",
+            key,
+            got=f"{value}, and transformers is not installed",
             expected="transformers 5 or newer",
             remedy="pip install 'raytrain[transformers]'",
         )
@@ -223,6 +223,7 @@ FILES = (
 TOKENIZER_EXPECTED = "a local folder with a tokenizer that save_pretrained of transformers wrote"
 TEXTS_AT_ONCE = 1000
 PIECE = 2**20
+_NEXT_LINE = re.compile(r"\n(?=\S)")
 CONTEXT = 1000
 """Characters before a piece of a long text that are encoded with it."""
 
@@ -236,9 +237,7 @@ def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:
     if not has_tokenizer(path):
         seen = f"no tokenizer in {path}" if os.path.isdir(path) else f"no folder at {path}"
         raise InputError(key, got=seen, expected=TOKENIZER_EXPECTED, remedy="nothing is downloaded")
-    if importlib.util.find_spec("transformers") is None:
-        raise InputError(key, got=f"{path}, and transformers is not installed", expected="transformers 5 or newer",
-                         remedy="pip install 'raytrain[transformers]'")  # fmt: skip
+    check_installed(path, key=key)
 
 
 @lru_cache(maxsize=4)
@@ -256,10 +255,14 @@ def open_tokenizer(path: str, *, key: str = "data.tokenizer") -> Any:
 
 def pad_id(tokenizer: Any) -> int:
     """Return the padding token; it is masked, so any token works."""
-    for known in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if known is not None:
-            return int(known)
-    return 0
+    return next((int(one) for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+
+
+def _batches(tokenizer: Any, texts: Sequence[str], **options: Any) -> Iterator[Mapping[str, Any]]:
+    """What the tokenizer makes of `TEXTS_AT_ONCE` texts after another."""
+    plain = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        yield tokenizer(list(texts[start : start + TEXTS_AT_ONCE]), **plain, **options)
 
 
 def encode_rows(
@@ -270,28 +273,17 @@ def encode_rows(
     import numpy as np  # here: the keys above are read with every job
 
     cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
-    rows: list[np.ndarray] = []
-    for start in range(0, len(texts), TEXTS_AT_ONCE):
-        made = tokenizer(
-            list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=special, return_attention_mask=False,
-            return_token_type_ids=False, verbose=False, **cut,
-        )  # fmt: skip
-        rows += [np.asarray(ids, dtype=np.int32) for ids in made["input_ids"]]
-    return rows
+    made = _batches(tokenizer, texts, add_special_tokens=special, **cut)
+    return [np.asarray(ids, dtype=np.int32) for batch in made for ids in batch["input_ids"]]
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the tokens that a model reads before it writes, int32: those of `tokenizer(text)`, such as its begin token
     and the text, without an end token that it appends. A text that begins with the begin token, as chat templates
     write it, or ends with the end token keeps exactly that one."""
-    rows: list[np.ndarray] = []
-    for start in range(0, len(texts), TEXTS_AT_ONCE):
-        made = tokenizer(
-            list(texts[start : start + TEXTS_AT_ONCE]), return_attention_mask=False, return_token_type_ids=False,
-            return_special_tokens_mask=True, verbose=False,
-        )  # fmt: skip
-        rows += [_opened(tokenizer, *row) for row in zip(made["input_ids"], made["special_tokens_mask"], strict=True)]
-    return rows
+    made = _batches(tokenizer, texts, return_special_tokens_mask=True)
+    rows = (row for one in made for row in zip(one["input_ids"], one["special_tokens_mask"], strict=True))
+    return [_opened(tokenizer, *row) for row in rows]
 
 
 def _opened(tokenizer: Any, ids: list[int], added: list[int]) -> np.ndarray:
@@ -324,10 +316,10 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
     """
     import numpy as np
 
-    starts, at = [0], 0
-    while at + PIECE < len(text):
-        at = _next_line(text, at + PIECE)
-        starts.append(at)
+    starts = [0]
+    while starts[-1] + PIECE < len(text):
+        found = _NEXT_LINE.search(text, starts[-1] + PIECE)
+        starts.append(found.end() if found else len(text))
     rows = list[np.ndarray]()
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         before, piece = text[max(0, start - CONTEXT) : start], text[start:end]
@@ -338,16 +330,6 @@ def encode_text(tokenizer: Any, text: str) -> np.ndarray:
             (row,) = encode_rows(tokenizer, [piece], special=False)
         rows.append(row)
     return np.concatenate(rows)
-
-
-def _next_line(text: str, at: int) -> int:
-    while True:
-        found = text.find("\n", at)
-        if found < 0:
-            return len(text)
-        at = found + 1
-        if at < len(text) and not text[at].isspace():
-            return at
 
 
 @dataclass(frozen=True)

@@ -175,17 +175,7 @@ def tensor_split(
 
 
 def tensor_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    found = 0
-
-    def count(part: Any) -> Any:
-        nonlocal found
-        found += tensor_bytes(part)
-        return part
-
-    rebuild(value, count)
-    return found
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(value, ""))
 
 
 # ---------------------------------------------------------------- users collate
@@ -226,9 +216,8 @@ class CollatedSplit(SplitView):
 
     def __init__(self, split: Split, collate: UsersCollate, *, key: str) -> None:
         super().__init__(split)
-        self.collate: UsersCollate | None = collate
+        self.collate = collate
         self.key = key
-        self._function = collate
 
     def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
         """Each row as a dict of tensors, not padded and without a mask; no code of the user's runs."""
@@ -237,7 +226,7 @@ class CollatedSplit(SplitView):
         return [{name: value[0] for name, value in row.items() if not (adds_mask and name == MASK)} for row in rows]
 
     def batch(self, rows: list[Any]) -> Batch:
-        return self._function(rows)
+        return self.collate(rows)
 
     def gather(self, indices: np.ndarray) -> Batch:
         return self.batch(self.read(indices))

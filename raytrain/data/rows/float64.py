@@ -43,26 +43,22 @@ class Float64Columns:
         if not found:
             return batch
         if self._converted is None:
-            self._decide()
-        assert self._converted is not None
+            split = self._split.split if isinstance(self._split, StreamSplit) else self._split
+            order = split.eval_order()
+            rows = order[spread_rows(len(order), MEMORY_ROWS if users_rows(split) is None else SAMPLED_ROWS)]
+            columns: dict[str, list[Tensor]] = {}
+            for path, value in tensors_of(gathered(split, rows, seed=self._seed, epoch=0), ""):
+                if value.dtype is torch.float64:
+                    columns.setdefault(_column(path), []).append(value)
+            lost = {name: next(filter(None, map(lost_in_float32, values)), None) for name, values in columns.items()}
+            self.kept = {name: why for name, why in lost.items() if why is not None}
+            self._converted = frozenset(lost) - self.kept.keys()
         new = {id(value): value.float() for path, value in found if _column(path) in self._converted}
 
         def replaced(value: Any) -> Any:
             return new.get(id(value), value) if isinstance(value, Tensor) else rebuild(value, replaced)
 
         return replaced(batch) if new else batch
-
-    def _decide(self) -> None:
-        split = self._split.split if isinstance(self._split, StreamSplit) else self._split
-        order = split.eval_order()
-        rows = order[spread_rows(len(order), MEMORY_ROWS if users_rows(split) is None else SAMPLED_ROWS)]
-        columns: dict[str, list[Tensor]] = {}
-        for path, value in tensors_of(gathered(split, rows, seed=self._seed, epoch=0), ""):
-            if value.dtype is torch.float64:
-                columns.setdefault(_column(path), []).append(value)
-        lost = {name: next(filter(None, map(lost_in_float32, values)), None) for name, values in columns.items()}
-        self.kept = {name: why for name, why in lost.items() if why is not None}
-        self._converted = frozenset(lost) - self.kept.keys()
 
     def explained(self, error: BaseException) -> str | None:
         text = message_of(error)

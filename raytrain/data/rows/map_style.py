@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -287,26 +287,15 @@ def first_row(split: Split) -> Batch:
         return split.gather(index)
 
 
-class UsersRows(Protocol):
-    """A split whose batches are made by the user's code: a dataset, a `collate` function, or both."""
-
-    key: str
-    collate: UsersCollate | None
-
-    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[Any]:
-        """The rows; `before` is called with an index before code of the user's reads it."""
-        ...
-
-    def batch(self, rows: list[Any]) -> Batch: ...
+UsersRows = DatasetSplit | PartialDataset | CollatedSplit
+"""A split whose batches are made by the user's code: a dataset, a `collate` function, or both."""
 
 
 def users_rows(split: Split) -> UsersRows | None:
     """The split, if its batches are made by the user's code; None for rows in memory that are collated by raytrain."""
-    if isinstance(split, (CollatedSplit, PartialDataset)):
-        return split
-    if isinstance(split, DatasetSplit) and (split.collate is not None or not isinstance(split, ItemSplit)):
-        return split
-    return None
+    if not isinstance(split, UsersRows) or (isinstance(split, ItemSplit) and split.collate is None):
+        return None
+    return split
 
 
 def seeded_batch(split: UsersRows, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:

@@ -72,10 +72,8 @@ class TransferCounts:
         self.bytes += nbytes
         self.pinned += pinned
         self.non_blocking += pinned
-        if not pinned and source.type == "cpu":
-            self.pageable += 1
-        elif not pinned:
-            self.other_device += 1
+        self.pageable += not pinned and source.type == "cpu"
+        self.other_device += not pinned and source.type != "cpu"
 
 
 TRANSFERS = TransferCounts()
@@ -255,25 +253,10 @@ class PartialTensor:
 
     def __init__(self, head: Tensor, tail: Tensor) -> None:
         self.head, self.tail = head, tail
-        self.device = head.device
-        self.dtype = head.dtype
+        self.device, self.dtype, self.ndim = head.device, head.dtype, head.ndim
         self.shape = torch.Size([head.shape[0] + tail.shape[0], *head.shape[1:]])
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def element_size(self) -> int:
-        return self.head.element_size()
-
-    def is_floating_point(self) -> bool:
-        return self.head.is_floating_point()
-
-    def is_complex(self) -> bool:
-        return self.head.is_complex()
+        self.numel, self.element_size = self.shape.numel, head.element_size
+        self.is_floating_point, self.is_complex = head.is_floating_point, head.is_complex
 
     def take(self, index: np.ndarray) -> Tensor:
         """Rows by index (an array of any shape), on the device."""

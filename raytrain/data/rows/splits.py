@@ -100,7 +100,12 @@ class TensorSplit(RowSplit):
 
     def gather(self, indices: np.ndarray) -> Batch:
         """See `Split`. With `returns_views`, contiguous rows are returned as views of the columns, without a copy."""
-        batch = self._views(indices)
+        batch: Batch = {}
+        first, count = int(indices[0]), len(indices)
+        neighbours = self.returns_views and not self.divisors and int(indices[-1]) - first == count - 1
+        if neighbours and not (np.diff(indices) != 1).any():
+            columns = self.columns.items()
+            batch = {name: column.narrow(0, first, count) for name, column in columns if isinstance(column, Tensor)}
         if not batch:
             at = index_for(next(iter(self.columns.values())), indices)  # all columns are placed alike
             batch = {name: take(column, at) for name, column in self.columns.items()}
@@ -109,18 +114,6 @@ class TensorSplit(RowSplit):
         if self._widen:
             batch["labels"] = batch["labels"].to(torch.int64)
         return batch
-
-    def _views(self, indices: np.ndarray) -> Batch | None:
-        first, count = int(indices[0]), len(indices)
-        if (
-            not self.returns_views
-            or self.divisors
-            or int(indices[-1]) - first != count - 1
-            or (np.diff(indices) != 1).any()
-        ):
-            return None
-        columns = self.columns.items()
-        return {name: column.narrow(0, first, count) for name, column in columns if isinstance(column, Tensor)}
 
     def weights(self, indices: np.ndarray) -> int:
         return len(indices) if self.counts is None else int(self.counts[indices].sum())
@@ -304,17 +297,15 @@ class RaggedSplit(RowSplit):
         first = next(iter(self.ragged.values()))
         self.device = first.values.device
         self._rows = len(first.offsets) - 1
-        self.counts = counts if counted else self._count()
         self.adds_mask = MASK not in self.ragged and (dense is None or MASK not in dense.columns)
-
-    def _count(self) -> np.ndarray | None:
-        labels = self.ragged.get("labels")
-        if labels is None or not is_integer(labels.values):
-            return None if self.dense is None else self.dense.counts
-        values = full_tensor(labels.values)
-        kept = (values != IGNORED_LABEL).reshape(values.shape[0], -1).sum(1).numpy()
-        before = np.concatenate([[0], np.cumsum(kept)])
-        return before[labels.offsets[1:]] - before[labels.offsets[:-1]]
+        self.counts, labels = counts, self.ragged.get("labels")
+        if not counted and labels is not None and is_integer(labels.values):
+            values = full_tensor(labels.values)
+            kept = (values != IGNORED_LABEL).reshape(values.shape[0], -1).sum(1).numpy()
+            before = np.concatenate([[0], np.cumsum(kept)])
+            self.counts = before[labels.offsets[1:]] - before[labels.offsets[:-1]]
+        elif not counted:
+            self.counts = None if dense is None else dense.counts
 
     def __len__(self) -> int:
         return self._rows

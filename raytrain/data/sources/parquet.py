@@ -23,7 +23,7 @@ from raytrain.data.sources.tables import (
     parquet_sizes,
 )
 from raytrain.errors import InputError
-from raytrain.runs.storage import join, locate, split
+from raytrain.runs.storage import join, locate
 
 #: `order: auto` shuffles by row groups above this size; it depends on the files alone, so all machines agree.
 GROUPS_FROM_BYTES = 1 << 30
@@ -37,21 +37,20 @@ def parquet_files(value: Any, *, key: str) -> list[str]:
 
 
 def _files_of(path: str, *, key: str) -> list[str]:
+    folder = path
     if "://" not in path:
         folder = os.path.expanduser(path)
-        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else None
-        found = None if names is None else [os.path.join(folder, name) for name in names]
+        names = os.listdir(folder) if os.path.isdir(folder) else None
     else:
         from pyarrow import fs
 
         filesystem, inner = locate(path, key=key)
         is_folder = filesystem.get_file_info(inner).type == fs.FileType.Directory
         entries = filesystem.get_file_info(fs.FileSelector(inner)) if is_folder else []
-        names = sorted(entry.base_name for entry in entries)
-        found = [join(path, name) for name in names] if is_folder else None
-    if found is None:
+        names = [entry.base_name for entry in entries] if is_folder else None
+    if names is None:
         return [path]
-    files = [file for file in found if re.fullmatch(r"[^_.].*\.parquet", split(file)[1])]
+    files = [join(folder, name) for name in sorted(names) if re.fullmatch(r"[^_.].*\.parquet", name)]
     if not files:
         raise InputError(key, got=f"no *.parquet in {path}", expected="a folder with Parquet files")
     return files

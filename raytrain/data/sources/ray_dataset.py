@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from cluster.environment import (
     LOOPBACK,
@@ -70,22 +70,17 @@ def imports_ray(function: Callable[..., Any]) -> bool:
         found = _users_module(name, package=package)
         if found is None:
             continue
-        package_parts = found.package.split(".")
-        targets = {name for node in ast.walk(found.tree) for name in imported_names(node, package_parts)}
+        tree, parent = found
+        targets = {name for node in ast.walk(tree) for name in imported_names(node, parent.split("."))}
         if any(target.split(".")[0] == "ray" for target in targets):
             return True
         left += targets
     return False
 
 
-class _ParsedModule(NamedTuple):
-    tree: ast.Module
-    package: str
-
-
-def _users_module(name: str, *, package: str) -> _ParsedModule | None:
-    """A module of the user, or of the `package` that holds the function; None for others and for names that are no
-    modules."""
+def _users_module(name: str, *, package: str) -> tuple[ast.Module, str] | None:
+    """A module of the user, or of the `package` that holds the function, and its own package; None for others and for
+    names that are no modules."""
     parent = name.rpartition(".")[0]
     if name not in sys.modules and parent and parent not in sys.modules:
         return None  # to look for it would import its parent
@@ -99,7 +94,7 @@ def _users_module(name: str, *, package: str) -> _ParsedModule | None:
     except (ImportError, OSError, SyntaxError, UnicodeDecodeError, ValueError):
         return None
     is_package = os.path.basename(path).startswith("__init__.")
-    return _ParsedModule(tree, name if is_package else parent)
+    return tree, name if is_package else parent
 
 
 def written_datasets(source: str, function: Callable[..., Any], keys: Mapping[str, Any]) -> WrittenDataset | None:

@@ -118,16 +118,11 @@ class GroupSplit(Split):
         weighs_rows: bool, window_bytes: int = WINDOW_BYTES,
     ) -> None:  # fmt: skip
         self.pieces = list(pieces)
-        self._choice, self._classes, self._row_bytes, self._weighs_rows = choice, classes, row_bytes, weighs_rows
+        self._choice, self._row_bytes, self._weighs_rows = choice, row_bytes, weighs_rows
         self._starts = np.concatenate([[0], np.cumsum([piece.rows for piece in self.pieces], dtype=np.int64)])
         mean = max(1, int(self._starts[-1]) * row_bytes // len(self.pieces))
         self.window = max(1, min(len(self.pieces), window_bytes // mean))
-
-        def make(piece: Piece, table: Any) -> RowSplit:
-            key = f"data.path, row group {piece.group} of {piece.path}"
-            return table_split(convert(table, choice, classes=classes, key=key))
-
-        self._read = _GroupReader(self.pieces, make, columns=_names(choice), most=3 * self.window + 1)
+        self._read = _GroupReader(self.pieces, choice, classes, most=3 * self.window + 1)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -191,9 +186,9 @@ class _GroupReader:
     """Reads pieces as splits in one thread and keeps the last `most` of them."""
 
     def __init__(
-        self, pieces: Sequence[Piece], make: Callable[[Piece, Any], RowSplit], *, columns: list[str], most: int
+        self, pieces: Sequence[Piece], choice: ColumnChoice, classes: tuple[str, ...] | None, *, most: int
     ) -> None:
-        self._pieces, self._make, self._columns, self._most = pieces, make, columns, most
+        self._pieces, self._choice, self._classes, self._most = pieces, choice, classes, most
         self._kept: OrderedDict[int, Future[RowSplit]] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="row-groups")
@@ -228,7 +223,9 @@ class _GroupReader:
             if piece.path not in self._files:
                 filesystem, inner = locate(piece.path, key="data.path")
                 self._files[piece.path] = parquet.ParquetFile(filesystem.open_input_file(inner))
-            table = self._files[piece.path].read_row_group(piece.group, columns=self._columns)
+            table = self._files[piece.path].read_row_group(piece.group, columns=_names(self._choice))
         except (OSError, pa.ArrowException) as error:
             raise RunError(f"row group {piece.group} of {piece.path} cannot be read: {error}") from error
-        return self._make(piece, table.slice(piece.start, piece.rows))
+        key = f"data.path, row group {piece.group} of {piece.path}"
+        own = table.slice(piece.start, piece.rows)
+        return table_split(convert(own, self._choice, classes=self._classes, key=key))

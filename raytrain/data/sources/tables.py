@@ -426,7 +426,17 @@ def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None
             else:
                 columns.ragged[name] = (values, offsets)
     if choice.label is not None:
-        columns.dense["labels"] = _labels(table, choice.label, classes=classes, key=key)
+        labels = table[choice.label]
+        check_present(labels, choice.label, key=key)
+        if classes is not None:
+            numbers = {text: number for number, text in enumerate(classes)}
+            columns.dense["labels"] = np.array([numbers[text] for text in labels.to_pylist()], dtype=np.int64)
+            return columns
+        if column_kind(labels.type) != "number":
+            raise no_label(choice.label, labels.type)
+        columns.dense["labels"] = _numbers(labels, choice.label, key=key)
+        if not is_fraction(labels.type):
+            check_classes(columns.dense["labels"], name=choice.label, key="data.label")
     return columns
 
 
@@ -487,21 +497,6 @@ def _nested(column: Any, name: str, *, key: str) -> np.ndarray:
         raise InputError(key, got=f"empty lists in column '{name}'", expected="values in every row")
     values = _numbers(flat, name, key=key, offsets=np.arange(rows + 1) * math.prod(shape))
     return values.reshape(rows, *shape)
-
-
-def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str) -> np.ndarray:
-    """Return class numbers as int64 (strings by index in `classes`), or a floating-point column as float32."""
-    column = table[name]
-    check_present(column, name, key=key)
-    if classes is not None:
-        numbers = {text: number for number, text in enumerate(classes)}
-        return np.array([numbers[text] for text in column.to_pylist()], dtype=np.int64)
-    if column_kind(column.type) != "number":
-        raise no_label(name, column.type)
-    values = _numbers(column, name, key=key)
-    if not is_fraction(column.type):
-        check_classes(values, name=name, key="data.label")
-    return values
 
 
 def check_classes(labels: np.ndarray, *, name: str, key: str) -> None:

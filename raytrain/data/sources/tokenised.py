@@ -54,23 +54,19 @@ def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) ->
             if not isinstance(row, dict):
                 raise InputError(key, got=f"{where} is a {type(row).__name__}", expected="a JSON object")
             for name, field in fields.items():
-                columns[name].append(_value(row, name, field, where=where))
+                if field not in row:
+                    raise InputError(
+                        f"data.{name}", got=f"'{field}', which is missing in {where}",
+                        expected=f"one of {', '.join(row) or 'some fields'}", remedy=suggestion(field, row),
+                    )  # fmt: skip
+                value, is_class = row[field], name == "label_field"
+                if not isinstance(value, str) and not (is_class and type(value) is int):
+                    expected = "a class, as a whole number or a string" if is_class else "a string"
+                    raise InputError(f"data.{name}", got=f"{value!r} as '{field}' in {where}", expected=expected)
+                columns[name].append(value)
     if not next(iter(columns.values())):
         raise InputError(key, got=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return columns
-
-
-def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
-    if field not in row:
-        raise InputError(
-            f"data.{name}", got=f"'{field}', which is missing in {where}",
-            expected=f"one of {', '.join(row) or 'some fields'}", remedy=suggestion(field, row),
-        )  # fmt: skip
-    value, is_class = row[field], name == "label_field"
-    if isinstance(value, str) or (is_class and type(value) is int):
-        return value
-    expected = "a class, as a whole number or a string" if is_class else "a string"
-    raise InputError(f"data.{name}", got=f"{value!r} as '{field}' in {where}", expected=expected)
 
 
 def class_numbers(
@@ -429,11 +425,22 @@ def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
         name = (model.builder or "").rpartition(":")[2]
         seen = f"{' and '.join(fields)} with {name}"
         raise InputError("data.label_field", got=seen, expected="label_field with classifier, and only there")
-    names = starting_names(model) if "label_field" in fields and keys["class_names"] == "auto" else None
+    names = starting_names(model) if classes and keys["class_names"] == "auto" else None
+    tokenizer = _resolve_tokenizer(keys["tokenizer"] or "auto", model)
+    length, context = keys["max_length"], model.keys.get("context")
+    if context is not None:
+        check_context(context)
+    most = longest_input(read_config(model.keys.get("path"))) if model.builder in KEYS else context
+    if length == "auto":
+        wanted = context or USUAL_LENGTH
+        length = min(wanted, most) if isinstance(most, int) else wanted
+    elif isinstance(most, int) and length > most:
+        raise InputError("data.max_length", got=str(length), expected=f"at most {most}, the limit of the model",
+                         remedy="longer texts are truncated")  # fmt: skip
     return {
         **({} if names is None else {"class_names": list(names)}),
-        "tokenizer": _resolve_tokenizer(keys["tokenizer"] or "auto", model),
-        "max_length": _resolve_length(keys["max_length"], model),
+        "tokenizer": tokenizer,
+        "max_length": length,
         "labels": _resolve_labels(keys["labels"], model, usual="same"),
     }
 
@@ -460,18 +467,3 @@ def _resolve_labels(given: str, model: ModelConfig, *, usual: str) -> str:
 
 def _is_ours(model: ModelConfig) -> bool:
     return (model.builder or "").startswith(("raytrain.", "experts."))
-
-
-def _resolve_length(given: Any, model: ModelConfig) -> int:
-    context = model.keys.get("context")
-    if context is not None:
-        check_context(context)
-    most = longest_input(read_config(model.keys.get("path"))) if model.builder in KEYS else context
-    if given == "auto":
-        wanted = context or USUAL_LENGTH
-        return min(wanted, most) if isinstance(most, int) else wanted
-    if isinstance(most, int) and given > most:
-        remedy = "longer texts are truncated"
-        raise InputError("data.max_length", got=str(given), expected=f"at most {most}, the limit of the model",
-                         remedy=remedy)  # fmt: skip
-    return given

@@ -116,27 +116,23 @@ class _FurtherStages:
     def get(self, answers: Any, timeout: float | None = None) -> Any:
         """`ray.get`, with our own error of a stage. Raises StateLost: one has ended."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         try:
             return ray.get(answers, timeout=timeout)
         except RayActorError as error:
-            raise self._lost(error) from error
+            reason = " ".join(str(error).split())
+            for number, actor in enumerate(self._actors, start=1):
+                try:
+                    ray.get(actor.started.remote(), timeout=ANSWER_S)
+                except RayActorError as found:
+                    reason = f"stage {number} of 0 to {len(self._actors)} ended: {' '.join(str(found).split())}"
+                    break
+                except GetTimeoutError:
+                    continue
+            raise StateLost(reason) from error
         except RayTaskError as error:
             raise getattr(error, "cause", None) or error from None
-
-    def _lost(self, error: Exception) -> StateLost:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
-        for number, actor in enumerate(self._actors, start=1):
-            try:
-                ray.get(actor.started.remote(), timeout=ANSWER_S)
-            except RayActorError as found:
-                return StateLost(f"stage {number} of 0 to {len(self._actors)} ended: {' '.join(str(found).split())}")
-            except GetTimeoutError:
-                continue
-        return StateLost(" ".join(str(error).split()))
 
     def end(self) -> None:
         import ray
@@ -167,25 +163,21 @@ class ReplicaPlaces:
     ) -> None:  # fmt: skip
         from ray.util.placement_group import placement_group
 
-        self._stages, self._at_once, self._hosts = stages, at_once, hosts
-        self._bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
         kind = {} if accelerator is None else {f"accelerator_type:{accelerator}": TYPE_SHARE}
         self._groups: list[Any] = []
         try:
             for _ in range(replicas):
-                self._groups.append(placement_group([{**self._bundle, **kind}] * stages, strategy="PACK"))
-            self._wait()
+                self._groups.append(placement_group([{**bundle, **kind}] * stages, strategy="PACK"))
+            ends = time.monotonic() + ROOM_S
+            while sum(map(_is_placed, self._groups)) < at_once:
+                if time.monotonic() > ends:
+                    raise no_room(stages, bundle, replicas=at_once, hosts=hosts)
+                time.sleep(POLL_S)
         except BaseException:
             self.close()
             raise
         self._turns = itertools.cycle(sorted(self._groups, key=lambda group: not _is_placed(group)))
-
-    def _wait(self) -> None:
-        ends = time.monotonic() + ROOM_S
-        while sum(map(_is_placed, self._groups)) < self._at_once:
-            if time.monotonic() > ends:
-                raise no_room(self._stages, self._bundle, replicas=self._at_once, hosts=self._hosts)
-            time.sleep(POLL_S)
 
     def next_first_stage(self) -> dict[str, Any]:
         """Options of the actor that is the first stage of the next replica, those with room first."""

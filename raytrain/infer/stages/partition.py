@@ -74,7 +74,14 @@ def plan_stages(
         raise InputError(KEY, got=str(stages), expected=f"at most {len(parts)}, the parts of the model in order")
     sizes = [part.bytes for part in parts]
     if policy == "sequential":
-        bounds = _filled(sizes, stages, limit)
+        bounds = [0]  # of stages that are each filled up to the limit; every later one keeps at least one part
+        for left in reversed(range(1, stages)):
+            at, held = bounds[-1], 0
+            while at < len(sizes) - left and (at == bounds[-1] or limit is None or held + sizes[at] <= limit):
+                held += sizes[at]
+                at += 1
+            bounds.append(at)
+        bounds.append(len(sizes))
     elif policy == "balanced_low_0" and stages > 1:
         first = next((at for at, part in enumerate(parts) if part.repeated), 1)
         first = min(max(first, 1), len(parts) - stages + 1)
@@ -108,19 +115,6 @@ def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
     for chosen in reversed(cuts):
         bounds.append(chosen[bounds[-1]])
     return [*reversed([*bounds, 0])]
-
-
-def _filled(sizes: Sequence[int], stages: int, limit: int | None) -> list[int]:
-    """Bounds of stages that are each filled up to the limit; every later one keeps at least one part."""
-    bounds = [0]
-    for stage in range(stages - 1):
-        at, held = bounds[-1], 0
-        last = len(sizes) - (stages - 1 - stage)
-        while at < last and (at == bounds[-1] or limit is None or held + sizes[at] <= limit):
-            held += sizes[at]
-            at += 1
-        bounds.append(at)
-    return [*bounds, len(sizes)]
 
 
 def fewest_stages(
@@ -165,7 +159,8 @@ def mapped_stages(parts: Sequence[ModelPart], lists: Sequence[str]) -> StagePlan
     for stage, own in enumerate(chosen):
         for place in own:
             stages_of.setdefault(place, []).append(stage)
-    twice = [f"{parts[at].name} in stages {_listed(found)}" for at, found in stages_of.items() if len(found) > 1]
+    several = {at: " and ".join(map(str, found)) for at, found in stages_of.items() if len(found) > 1}
+    twice = [f"{parts[at].name} in stages {found}" for at, found in several.items()]
     missing = [part.name for at, part in enumerate(parts) if at not in stages_of]
     empty = [str(stage) for stage, own in enumerate(chosen) if not own]
     wrong += twice[:NAMED_AT_MOST]
@@ -220,10 +215,6 @@ def _overview(parts: Sequence[ModelPart]) -> str:
         texts.append(parts[at].name if end == at else f"{parts[at].name}-{last}")
         at = end + 1
     return abbreviated(texts, 3 * NAMED_AT_MOST)
-
-
-def _listed(stages: Sequence[int]) -> str:
-    return " and ".join(str(stage) for stage in stages)
 
 
 # ---------------------------------------------------------------- memory of a whole copy

@@ -158,22 +158,18 @@ class StagePipeline:
             if self._beyond is not None:
                 result = self._beyond(result)
         finally:
-            self._count(result)
+            with self._lock:  # `result` is without the seconds of later stages where one was lost
+                times = self._times
+                times.passes += 1
+                times.busy_s = [own + more for own, more in zip_longest(times.busy_s, result.seconds, fillvalue=0.0)]
+                self._in_flight -= 1
+                if not self._in_flight:
+                    times.wall_s += time.perf_counter() - self._since
         if result.error is not None:
             short, text = result.error
             raise OutOfMemory(text) if short else RunError(text)
         assert result.hidden is not None
         return result.hidden
-
-    def _count(self, result: StagePass) -> None:
-        """A pass has ended; `result` is without the seconds of later stages where one was lost."""
-        with self._lock:
-            times = self._times
-            times.passes += 1
-            times.busy_s = [own + more for own, more in zip_longest(times.busy_s, result.seconds, fillvalue=0.0)]
-            self._in_flight -= 1
-            if not self._in_flight:
-                times.wall_s += time.perf_counter() - self._since
 
     def new_cache(self) -> int:
         return next(self._cache_numbers)
@@ -234,7 +230,14 @@ class SplitModule(nn.Module):
         self.inflight = inflight
         self.anchor = nn.Parameter(torch.empty(0), requires_grad=False)  # tells callers where inputs belong: the CPU
         self.__dict__["pipeline"], self.__dict__["skeleton"] = pipeline, skeleton
-        self.__dict__["forward"] = _Forward(pipeline, skeleton)
+
+        def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            cache = kwargs.pop(CACHE, None)
+            use = cache.use() if isinstance(cache, RemoteCache) else None
+            return {"logits": pipeline.call(args, kwargs, use).cpu()}
+
+        self.__dict__["forward"] = forward
+        forward.__signature__ = inspect.signature(skeleton.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -252,19 +255,6 @@ class SplitModule(nn.Module):
         if sampling.temperature or not hasattr(self.skeleton, "generation_config"):
             return None
         return partial(greedy_over_stages, self, codec)
-
-
-class _Forward:
-    """The forward of a `SplitModule`, with the signature of the model's."""
-
-    def __init__(self, pipeline: StagePipeline, skeleton: nn.Module) -> None:
-        self._pipeline = pipeline
-        self.__signature__ = inspect.signature(skeleton.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        cache = kwargs.pop(CACHE, None)
-        use = cache.use() if isinstance(cache, RemoteCache) else None
-        return {"logits": self._pipeline.call(args, kwargs, use).cpu()}
 
 
 @torch.no_grad()

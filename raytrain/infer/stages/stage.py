@@ -290,27 +290,25 @@ class ModelStage:
         self._caches: dict[int, Any] = {}
         names = inspect.signature(module.forward).parameters
         self._cache_name = CACHE if CACHE in names else CACHE_OF_TRANSFORMERS
-        self._install()
-
-    def _install(self) -> None:
-        first, end = self.plan.bounds[self.stage], self.plan.bounds[self.stage + 1]
+        first, end = plan.bounds[stage], plan.bounds[stage + 1]
         noted: dict[str, nn.Module] = {}
-        for place, part in enumerate(self.plan.parts):
+        for place, part in enumerate(plan.parts):
             for name in part.names:
-                module = self.module.get_submodule(name)
-                key = _kind(module) if part.repeated else name  # blocks return the same, other parts each their own
+                inner = module.get_submodule(name)
+                kind = type(inner)  # blocks return the same, other parts each their own
+                key = f"{kind.__module__}.{kind.__qualname__}" if part.repeated else name
                 if place < first:
                     leaf = name.rpartition(".")[2]
-                    module.forward = partial(self._skipped, key, int(leaf) if leaf.isdigit() else None)
+                    inner.forward = partial(self._skipped, key, int(leaf) if leaf.isdigit() else None)
                 elif place >= end:
-                    module.forward = _cut
+                    inner.forward = _cut
                 else:
-                    noted[key] = module
+                    noted[key] = inner
         if first:
-            entry = self.module.get_submodule(self.plan.parts[first].name)
+            entry = module.get_submodule(plan.parts[first].name)
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        for key, module in noted.items():
-            module.register_forward_hook(partial(self._note, key))
+        for key, inner in noted.items():
+            inner.register_forward_hook(partial(self._note, key))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Put what the stage before sent in place of the input of the first part."""
@@ -414,10 +412,6 @@ class ModelStage:
 
 def _cut(*args: Any, **kwargs: Any) -> NoReturn:
     raise _CutReached(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
-
-
-def _kind(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _structure(output: Any) -> Structure:

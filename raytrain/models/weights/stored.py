@@ -65,7 +65,14 @@ class StoredTensors(Mapping[str, Tensor]):
         if name in self.stored.split:
             return read_split(list(self._paths.values()), [name], None)[name]
         WORK.add()
-        return self._open(self.stored.file_of[name]).get_tensor(name)
+        file = self.stored.file_of[name]
+        if file not in self._opened:
+            path = self._paths[file]
+            try:
+                self._opened[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(path, got=str(error), expected="a safetensors file") from error
+        return self._opened[file].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored.shapes)
@@ -90,15 +97,6 @@ class StoredTensors(Mapping[str, Tensor]):
             scratch = tempfile.mkdtemp(prefix="raytrain-")
             weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
         return {file: store.local_copy(file, scratch) for file in self.stored.files}
-
-    def _open(self, file: str) -> Any:
-        if file not in self._opened:
-            path = self._paths[file]
-            try:
-                self._opened[file] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise InputError(path, got=str(error), expected="a safetensors file") from error
-        return self._opened[file]
 
 
 def as_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -202,20 +200,19 @@ class StartingWeights:
         if found:
             raise misfit(found, self.stored.origin)
         stored_name = {name: next(one for one in names if one in state) for name, names in _tied_names(module).items()}
-        extra = self._extra(module, {name: value for name, value in read.items() if is_extra(name, value)})
+        # what `set_extra_state` gets: what it holds now if the file has none at all, as those of other libraries
+        extra, given = (
+            {name: value for name, value in one.items() if is_extra(name, value)} for one in (module.state_dict(), read)
+        )
+        kinds = {"missing": extra.keys() - given.keys(), "unexpected": given.keys() - extra.keys()}
+        found = {kind: sorted(names) for kind, names in kinds.items() if names}
+        if given and found:
+            raise misfit(found, self.stored.origin)
+        extra |= given
         named = OrderedDict({name: state[stored] for name, stored in stored_name.items()} | extra)
         named._metadata = getattr(read, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue]
         module.load_state_dict(named)
         self.filled = True
-
-    def _extra(self, module: nn.Module, read: Mapping[str, Any]) -> dict[str, Any]:
-        """What `set_extra_state` gets: what it holds now if the file has none at all, as those of other libraries."""
-        own = {name: value for name, value in module.state_dict().items() if is_extra(name, value)}
-        kinds = {"missing": own.keys() - read.keys(), "unexpected": read.keys() - own.keys()}
-        found = {kind: sorted(names) for kind, names in kinds.items() if names}
-        if read and found:
-            raise misfit(found, self.stored.origin)
-        return own | dict(read)
 
 
 def is_extra(name: str, value: Any) -> bool:

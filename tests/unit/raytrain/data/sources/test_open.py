@@ -20,7 +20,7 @@ from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.open import describe_shapes, describe_source, open_source, read_on_driver, source_from_driver
 from raytrain.data.sources.sections import is_path_key
 from raytrain.data.sources.text import read_stdlib, text_source
-from raytrain.data.sources.tokenised import _resolve_length
+from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.errors import InputError
 from raytrain.runs.storage import locate, read_bytes
 
@@ -121,8 +121,9 @@ def test_a_wrong_context_is_refused_by_every_source_of_text(tmp_path: Path, wron
     for section in sections:
         error = refused(**section, context=wrong)
         assert error.key == "model.context" and error.expected == "an integer >= 1"
+    data = DataConfig(source="jsonl", path=path, text_field="text", tokenizer="folder")
     with pytest.raises(InputError, match=r"model\.context: got .*, expected an integer >= 1"):
-        _resolve_length("auto", ModelConfig(builder="raytrain.models.gpt:gpt", context=wrong))
+        resolve_text_keys(data, ModelConfig(builder="raytrain.models.gpt:gpt", context=wrong))
 
 
 def test_a_class_in_place_of_a_dataset_is_named() -> None:

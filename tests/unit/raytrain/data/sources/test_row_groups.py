@@ -87,7 +87,7 @@ def test_a_folder_is_its_files_and_every_row_is_in_one_of_the_splits(folder: Pat
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, window_bytes: int) -> None:
     whole = opened(folder).train
     assert isinstance(whole, GroupSplit)
-    known = {"classes": whole._classes, "row_bytes": 40, "weighs_rows": True}
+    known = {"classes": whole._read._classes, "row_bytes": 40, "weighs_rows": True}
     split = GroupSplit(whole.pieces, whole._choice, window_bytes=window_bytes, **known)
     first, again, second = epoch_rows(split), epoch_rows(split), epoch_rows(split, epoch=1)
     assert first == again != second and sorted(first) == sorted(second) and len(set(first)) == 900
@@ -140,7 +140,7 @@ def in_windows_of_two(folder: Path) -> GroupSplit:
     source = opened(folder, eval_fraction=0.0).train
     assert isinstance(source, GroupSplit)
     split = GroupSplit(
-        source.pieces, source._choice, classes=source._classes, row_bytes=40, weighs_rows=True, window_bytes=5000
+        source.pieces, source._choice, classes=source._read._classes, row_bytes=40, weighs_rows=True, window_bytes=5000
     )
     assert split.window == 2
     return split
@@ -162,8 +162,8 @@ def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) 
 
 def test_prefetched_batches_read_every_row_group_once_per_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, read = in_windows_of_two(folder), []
-    table_to_split = split._read._make
-    monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
+    piece_to_split = split._read._split
+    monkeypatch.setattr(split._read, "_split", lambda piece: read.append(piece) or piece_to_split(piece))
     batches = StepBatches(StreamSplit(split, device="cpu"), seed=5, global_batch_size=16, micro_batch=16)
     uploads = BatchUploader[MicroBatch](torch.device("cpu"))
     loader = BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
@@ -182,7 +182,7 @@ def test_prefetched_batches_read_every_row_group_once_per_epoch(folder: Path, mo
 
 def test_one_thread_does_not_lose_rows_to_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = in_windows_of_two(folder)
-    reader, make, begun = split._read, split._read._make, split._read._submit
+    reader, make, begun = split._read, split._read._split, split._read._submit
     go_on, asked = threading.Event(), threading.Event()
 
     def told(number: int) -> Any:
@@ -192,7 +192,7 @@ def test_one_thread_does_not_lose_rows_to_another(folder: Path, monkeypatch: pyt
         return future
 
     monkeypatch.setattr(reader, "_submit", told)
-    monkeypatch.setattr(reader, "_make", lambda piece, table: go_on.wait(60) and make(piece, table))
+    monkeypatch.setattr(reader, "_split", lambda piece: go_on.wait(60) and make(piece))
     reader.expect([0])  # the reader's thread waits in it
     with ThreadPoolExecutor(1) as thread:
         wanted = thread.submit(reader.piece, 1)
