@@ -47,7 +47,18 @@ def check_hand_over(
     """
     numbers = {id(layer): number for number, layer in enumerate(dict.fromkeys(layers.values()))}
     for name, layer in layers.items():
-        _check_layer(layer.experts, f"{name}.experts".lstrip("."), shapes[numbers[id(layer)]], trains=trains)
+        experts, place, shape = layer.experts, f"{name}.experts".lstrip("."), shapes[numbers[id(layer)]]
+        own = {f"{place}.{one}" for one, _ in chain(experts.named_parameters(), experts.named_buffers())}
+        odd = sorted(own ^ set(stacked_names(place, 0, shape)))
+        if odd:
+            raise _refused(f"{place} with other tensors than it was built with ({odd[0]})", "those of GroupedExperts")
+        for path, part in experts.named_modules():
+            for key, value in vars(part).items():
+                if (key.endswith("_hooks") and value) or callable(value):
+                    raise _refused(f"{place}{path and '.'}{path} with its own {key.strip('_')}", "experts without it")
+        for path, parameter in experts.named_parameters():
+            if trains and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                raise _refused(f"{place}.{path} with a hook on its gradient", "weights of experts without hooks")
     holders = {id(one): layer for layer in layers.values() for one in layer.experts.parameters()}
     for name, parameter in trainable.module.named_parameters(remove_duplicate=False):
         layer = holders.get(id(parameter))
@@ -61,20 +72,6 @@ def check_hand_over(
             raise _refused(got, "the optimizer of the section optim", remedy=f"leave Trainable.{part} None, or ")
     if not any(one.requires_grad and id(one) not in holders for one in trainable.module.parameters()):
         raise _refused("a model that trains nothing but its experts", "a trained parameter in the workers")
-
-
-def _check_layer(experts: nn.Module, name: str, shape: LayerShape, *, trains: bool) -> None:
-    own = {f"{name}.{one}" for one, _ in chain(experts.named_parameters(), experts.named_buffers())}
-    odd = sorted(own ^ set(stacked_names(name, 0, shape)))
-    if odd:
-        raise _refused(f"{name} with other tensors than it was built with ({odd[0]})", "those of GroupedExperts")
-    for path, part in experts.named_modules():
-        for key, value in vars(part).items():
-            if (key.endswith("_hooks") and value) or callable(value):
-                raise _refused(f"{name}{path and '.'}{path} with its own {key.strip('_')}", "experts without it")
-    for path, parameter in experts.named_parameters():
-        if trains and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            raise _refused(f"{name}.{path} with a hook on its gradient", "weights of experts without hooks")
 
 
 def _refused(got: str, expected: str, remedy: str = "") -> InputError:

@@ -268,7 +268,11 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
         elif is_here:
             devices = here.devices[:slots]
         else:
-            devices = _remote_devices(resources, row.get("Labels", {}), count=slots)
+            kind = next(iter(_accelerators(resources)), "") or row.get("Labels", {}).get(
+                "ray.io/accelerator-type", "GPU"
+            )
+            capability = CAPABILITIES.get(kind) or CAPABILITIES.get(kind.partition("-")[0])
+            devices = tuple(Device("cuda", kind, 0, capability, None, index) for index in range(slots))
         kinds = _accelerators(resources)
         labels = {str(key): str(value) for key, value in row.get("Labels", {}).items()}
         nodes.append(
@@ -282,13 +286,6 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
 
 def _accelerators(resources: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:"))
-
-
-def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *, count: int) -> tuple[Device, ...]:
-    """GPUs of another node, as far as Ray describes them."""
-    name = next(iter(_accelerators(resources)), "") or labels.get("ray.io/accelerator-type", "GPU")
-    capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
-    return tuple(Device("cuda", name, 0, capability, None, index) for index in range(count))
 
 
 # ---------------------------------------------------------------- facts

@@ -151,7 +151,15 @@ class MemoryWatch:
         for process in row["processes"]:
             own = WORKER in process["name"]
             if self._limit and not own and process["rss"] > self._high * self._limit:
-                found.append(self._full_process(row["node"], process))
+                text = (
+                    f"{process['name']} (pid {process['pid']}) on {row['node']} uses {size(process['rss'])}, "
+                    f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({size(self._limit)}): "
+                    "lower loop.micro_batch_size or raise the limit"
+                )
+                figures = {"used": process["rss"], "total": self._limit, "pid": process["pid"]}
+                found.append(
+                    MemoryWarning(f"high {row['node']} process {process['pid']}", "high_memory", text, figures)
+                )
             found += self._growing(row, steps, process["pid"], process["name"], process["anonymous"])
         alive = {process["pid"] for process in row["processes"]} | {device["device"] for device in row["devices"]}
         self._trends = {key: trend for key, trend in self._trends.items() if key[1] in alive}
@@ -176,16 +184,6 @@ class MemoryWatch:
         )
         figures = {"used": used, "total": total, "run": own, "other": other}
         return [MemoryWarning(f"high {node} {device['device']}", "high_memory", text, figures)]
-
-    def _full_process(self, node: str, process: Mapping[str, Any]) -> MemoryWarning:
-        assert self._limit is not None
-        text = (
-            f"{process['name']} (pid {process['pid']}) on {node} uses {size(process['rss'])}, "
-            f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({size(self._limit)}): "
-            "lower loop.micro_batch_size or raise the limit"
-        )
-        figures = {"used": process["rss"], "total": self._limit, "pid": process["pid"]}
-        return MemoryWarning(f"high {node} process {process['pid']}", "high_memory", text, figures)
 
     def _growing(self, row: Mapping[str, Any], steps: int, who: Any, name: str, used: int) -> list[MemoryWarning]:
         if steps < WARM_UP_STEPS:

@@ -121,7 +121,11 @@ class ColocatedConnection:
         """(kind, speed) of each worker. Where kinds differ all workers measure, unless the run has recorded speeds."""
         threads = torch.get_num_threads()
         device = torch.device(self.device)
-        kinds = _gather_names(group, kind_of(device, threads=threads))
+        rows = torch.zeros((group.size, NAME_BYTES), dtype=torch.float64)
+        data = kind_of(device, threads=threads).encode()[:NAME_BYTES]
+        rows[group.rank, : len(data)] = torch.tensor(list(data), dtype=torch.float64)
+        group.all_reduce(rows)
+        kinds = [bytes(int(value) for value in row if value).decode(errors="replace") for row in rows.tolist()]
 
         def measure(distinct: Sequence[str]) -> list[float]:
             known = recorded_speeds(self.run_path) if group.rank == 0 else {}
@@ -139,12 +143,3 @@ class ColocatedConnection:
 
 
 NAME_BYTES = 128
-
-
-def _gather_names(group: JointGroup, name: str) -> list[str]:
-    """The names of all members, cut to `NAME_BYTES`. Collective."""
-    rows = torch.zeros((group.size, NAME_BYTES), dtype=torch.float64)
-    data = name.encode()[:NAME_BYTES]
-    rows[group.rank, : len(data)] = torch.tensor(list(data), dtype=torch.float64)
-    group.all_reduce(rows)
-    return [bytes(int(value) for value in row if value).decode(errors="replace") for row in rows.tolist()]

@@ -168,7 +168,22 @@ class LoadRebalancer:
         """The placement to announce with the vote on `step`, None for none."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._queue_moves()
+            if self._error is not None:
+                raise self._error
+            proposal, self._proposal = self._proposal, None
+            assert proposal is not None
+            found = proposal.decision
+            if found.action != "keep" and proposal.placement is self._placement:
+                budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
+                self._queue = split_moves(
+                    proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget
+                )
+            row = {
+                "what": "placement", "value": found.action, "step": proposal.step, "reason": found.reason,
+                "bytes": found.bytes, "gain": found.gain, "seconds": proposal.seconds, "instalments": len(self._queue),
+                "speeds": [spec.speed for spec in proposal.hosts],
+            }  # fmt: skip
+            self._notices.append(("decision", row))
         if self._announced is not None or not self._queue or self._placement is None:
             return None
         self._announced = step, self._placement, self._queue.pop(0)
@@ -219,23 +234,6 @@ class LoadRebalancer:
 
         self._thread = threading.Thread(target=run, daemon=True, name="placement")
         self._thread.start()
-
-    def _queue_moves(self) -> None:
-        """Record the decision, and queue its moves."""
-        if self._error is not None:
-            raise self._error
-        proposal, self._proposal = self._proposal, None
-        assert proposal is not None
-        found = proposal.decision
-        if found.action != "keep" and proposal.placement is self._placement:
-            budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
-            self._queue = split_moves(proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
-        row = {
-            "what": "placement", "value": found.action, "step": proposal.step, "reason": found.reason,
-            "bytes": found.bytes, "gain": found.gain, "seconds": proposal.seconds, "instalments": len(self._queue),
-            "speeds": [spec.speed for spec in proposal.hosts],
-        }  # fmt: skip
-        self._notices.append(("decision", row))
 
     def _end_move(self, step: int, *, refused: str) -> None:
         assert self._announced is not None

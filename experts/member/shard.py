@@ -414,7 +414,15 @@ class ExpertShard:
             for layer, (old, new) in enumerate(zip(self.placement.layers, placement.layers, strict=True))
             if old.copies != new.copies
         ]
-        kept, gradients = self._carried(placement, changed)
+        kept, gradients = {}, {}  # states that stay at home here, gradients of all whose new home is here
+        for layer in changed:
+            own = self.layers[layer]
+            for expert in own.experts:
+                if placement.home_of(layer, expert) != self.host:
+                    continue
+                if self.placement.home_of(layer, expert) == self.host:
+                    kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
+                gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
         states = {parameter: held for optimizer in self.optimizers for parameter, held in optimizer.state.items()}
         self.placement = placement
         for layer in changed:
@@ -430,18 +438,3 @@ class ExpertShard:
         for (layer, expert), values in gradients.items():
             for name, view in self.layers[layer].gradients_of(expert).items():
                 view.copy_(values[name])
-
-    def _carried(
-        self, placement: Placement, changed: list[int]
-    ) -> tuple[dict[Key, dict[str, Tensor]], dict[Key, dict[str, Tensor]]]:
-        """Copies of (state of the experts that stay at home here, gradients of all whose new home is here)."""
-        kept, gradients = {}, {}
-        for layer in changed:
-            own = self.layers[layer]
-            for expert in own.experts:
-                if placement.home_of(layer, expert) != self.host:
-                    continue
-                if self.placement.home_of(layer, expert) == self.host:
-                    kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
-                gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
-        return kept, gradients

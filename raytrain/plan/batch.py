@@ -66,13 +66,6 @@ def one_worker_for_whole(scale: ScaleConfig, loop: LoopConfig) -> tuple[ScaleCon
     return scale.model_copy(update={"workers": 1}), why
 
 
-def rows_read(loop: LoopConfig) -> int | None:
-    """The rows that a run trains on at most, each counted as often as it is used; None if it runs for epochs."""
-    if loop.max_steps is None or loop.global_batch_size == "auto":
-        return None
-    return loop.max_steps * loop.global_batch_size
-
-
 def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1) -> dict[str, Resolved]:
     """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch. Micro-batches of one
     global batch go to the workers in order, as evenly as whole ones can; `auto` cuts each equal share into `splits`."""

@@ -234,7 +234,19 @@ def make_plan(inputs: PlanInputs) -> Plan:
         recomputed=inputs.recomputed, shards=shards,
     )  # fmt: skip
     allowed = allowed_bytes(cluster, left, inventory, workers=workers.value)
-    kept = _data_choices(inputs, allowed, estimate(rows=rows)["memory"], left, workers, warnings)
+    whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
+    model_bytes = estimate(rows=rows)["memory"].value_or(None)
+    room = batch.DataRoom(allowed, model_bytes=model_bytes, whole=whole, on_gpu=left.on_gpu)
+    counts, cores = spread(workers.value, left, inventory), devices.cores_of(inventory)
+    loaders = batch.choose_loaders(inputs.data, facts=data_facts, counts=counts, cores=cores, warnings=warnings)
+    endless = loop.max_steps is None or loop.global_batch_size == "auto"
+    reads = None if endless else loop.max_steps * loop.global_batch_size
+    kept = batch.choose_storage(
+        inputs.data, facts=data_facts, room=room, loaders=loaders, warnings=warnings, reads=reads
+    )
+    if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
+        loaders = Resolved(0, "rows are kept in memory")
+    kept["loader_workers"] = loaders
     estimates = estimate(rows=rows, resident=batch.resident_bytes(data_facts, kept))
     doubt = memory.reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     fixed = inputs.sharded or "sync_batchnorm" in choices
@@ -253,10 +265,12 @@ def make_plan(inputs: PlanInputs) -> Plan:
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=batch.choose_warmup(optim, length["max_steps"], warnings),
         lr=batch.choose_lr(optim, global_batch=total),
-        **speed.choose_speed(
-            loop, optim, machines, choices["strategy"], max_steps=length["max_steps"],
+        optimizer_impl=speed.choose_optimizer_kernels(optim, machines, choices["strategy"]),
+        compile=speed.choose_compile(
+            loop, choices["strategy"], steps=length["max_steps"].value_or(None), on_gpu=machines.on_gpu,
             missing=inputs.compile_missing, warnings=warnings,
         ),
+        cudnn_benchmark=speed.choose_cudnn_benchmark(loop, machines),
         **batch.choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
         hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {inputs.seed}"),
@@ -272,7 +286,12 @@ def _machine_choices(
     scale, inventory = inputs.scale, inputs.inventory
     warnings += devices.warn_of_lesser_devices(inputs.cluster, machines, inventory)
     if scale.shares == "equal":
-        devices.warn_of_mixed_gpus(left, warnings)
+        names = sorted({gpu.name for gpu in left.gpus})
+        if len(names) > 1:
+            warnings.append(
+                f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
+                " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
+            )
     memory.refuse_unmeasured(scale, inputs.precision)
     by_device = devices.choose_precision(inputs.precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
@@ -299,21 +318,3 @@ def _machine_choices(
         ),
         "precision": memory.precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
     }
-
-
-def _data_choices(
-    inputs: PlanInputs, allowed: int | None, model_bytes: Choice, left: DevicePool, workers: Resolved,
-    warnings: list[str],
-) -> dict[str, Choice]:  # fmt: skip
-    """storage, loader_workers, and resident_rows where a part of the rows is kept; `model_bytes` are those of a worker
-    without data."""
-    data, facts, model_facts = inputs.data, inputs.data_facts, inputs.model_facts
-    whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
-    room = batch.DataRoom(allowed, model_bytes=model_bytes.value_or(None), whole=whole, on_gpu=left.on_gpu)
-    counts, cores = spread(workers.value, left, inputs.inventory), devices.cores_of(inputs.inventory)
-    loaders = batch.choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
-    reads = batch.rows_read(inputs.loop)
-    kept = batch.choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings, reads=reads)
-    if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
-        loaders = Resolved(0, "rows are kept in memory")
-    return {**kept, "loader_workers": loaders}
