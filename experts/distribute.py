@@ -7,7 +7,7 @@ here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -154,9 +154,11 @@ def attach_lifecycle(trainable: Trainable, lifecycle: Lifecycle) -> None:
     if lifecycle.config.connection is None:
 
         def build(module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
-            return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
+            optimizers = build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
+            lifecycle.use(optimizers)
+            return optimizers
 
-        trainable.optimizers = partial(_build_optimizers, lifecycle, build)
+        trainable.optimizers = build
 
 
 def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
@@ -169,14 +171,6 @@ def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
     assert before is not None
     trainable.loss, trainable.sleep = recorder, cycle.after_step
     trainable.state_parts = lambda: {**before(), "sleep": cycle}
-
-
-def _build_optimizers(
-    lifecycle: Lifecycle, build: Callable[..., list[torch.optim.Optimizer]], module: nn.Module, optim: OptimConfig
-) -> list[torch.optim.Optimizer]:
-    optimizers = build(module, optim)
-    lifecycle.use(optimizers)
-    return optimizers
 
 
 # ---------------------------------------------------------------- distribute
@@ -262,11 +256,9 @@ def hand_over(trainable: Trainable, config: ExpertsConfig, lifecycle: Lifecycle 
         call = getattr(trainable, part)
         if call is not None and not str(getattr(call, "__module__", "")).startswith("experts."):
             setattr(trainable, part, client.watched(call))
-    if lifecycle is None:
-        trainable.optimizers = remote.optimizers
-    else:
+    trainable.optimizers = remote.optimizers
+    if lifecycle is not None:
         lifecycle.local = False
-        trainable.optimizers = partial(_build_optimizers, lifecycle, remote.optimizers)
     trainable.agree = client.agree
     trainable.remote = remote
     if isinstance(trainable.interval_log, LoadLog):
@@ -313,7 +305,10 @@ class RemoteExpertState(RemoteState):
         if self._rebalancer is not None:  # the optimizer decides how many bytes an expert has
             dtype = "fp64" if parameter.dtype == torch.float64 else "fp32"
             self._rebalancer.costs = expert_costs(self.client.shapes, optim, dtype=dtype)
-        return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
+        optimizers = build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
+        if self.client.lifecycle is not None:
+            self.client.lifecycle.use(optimizers)
+        return optimizers
 
     def idle(self) -> Tensor:
         """See `RemoteState`: sends no rows through the layers, as the last pass with rows called them."""

@@ -136,18 +136,6 @@ class LoadInterval:
         return [replace(spec, speed=speed) for spec, speed in zip(alike, speeds, strict=True)]
 
 
-@dataclass(frozen=True)
-class RebalanceProposal:
-    """A decision with its inputs, and the seconds that it took."""
-
-    step: int
-    decision: RebalanceDecision
-    hosts: list[HostSpec]
-    placement: Placement
-    step_s: float
-    seconds: float
-
-
 class LoadRebalancer:
     """Moves experts by their measured load and the measured speeds of the hosts; called on rank 0 only."""
 
@@ -156,7 +144,7 @@ class LoadRebalancer:
         self._interval = LoadInterval.empty(costs, len(hosts))
         self._loads: list[list[list[float]]] = []
         self._thread: threading.Thread | None = None
-        self._proposal: RebalanceProposal | None = None
+        self._proposal: tuple[int, RebalanceDecision, list[HostSpec], Placement, float, float] | None = None
         self._error: BaseException | None = None
         self._queue: list[Placement] = []
         self._announced: tuple[int, Placement, Placement] | None = None
@@ -170,18 +158,16 @@ class LoadRebalancer:
             self._thread = None
             if self._error is not None:
                 raise self._error
-            proposal, self._proposal = self._proposal, None
-            assert proposal is not None
-            found = proposal.decision
-            if found.action != "keep" and proposal.placement is self._placement:
-                budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
-                self._queue = split_moves(
-                    proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget
-                )
+            assert self._proposal is not None
+            at, found, hosts, placement, step_s, seconds = self._proposal
+            self._proposal = None
+            if found.action != "keep" and placement is self._placement:
+                budget = max(LEAST_BYTES, int(SHARE_OF_STEP * step_s * self._bytes_per_s))
+                self._queue = split_moves(placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
             row = {
-                "what": "placement", "value": found.action, "step": proposal.step, "reason": found.reason,
-                "bytes": found.bytes, "gain": found.gain, "seconds": proposal.seconds, "instalments": len(self._queue),
-                "speeds": [spec.speed for spec in proposal.hosts],
+                "what": "placement", "value": found.action, "step": at, "reason": found.reason,
+                "bytes": found.bytes, "gain": found.gain, "seconds": seconds, "instalments": len(self._queue),
+                "speeds": [spec.speed for spec in hosts],
             }  # fmt: skip
             self._notices.append(("decision", row))
         if self._announced is not None or not self._queue or self._placement is None:
@@ -230,7 +216,7 @@ class LoadRebalancer:
             except Exception as error:  # raised again in the training thread
                 self._error = error
                 return
-            self._proposal = RebalanceProposal(step, found, hosts, placement, step_s, time.perf_counter() - began)
+            self._proposal = step, found, hosts, placement, step_s, time.perf_counter() - began
 
         self._thread = threading.Thread(target=run, daemon=True, name="placement")
         self._thread.start()

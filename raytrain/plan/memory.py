@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raytrain.config.sections import LoopConfig, OptimConfig, PrecisionConfig, ScaleConfig
+from raytrain.config.sections import LoopConfig, OptimConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved, size_text
 from raytrain.plan.facts import ExpertFacts, HeldExperts, ModelFacts, scaled_bytes
@@ -298,15 +298,6 @@ def advise_activation_checkpointing(
 # ---- scale.strategy: fsdp, where measurements are refused and a block is gathered at a time
 
 UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recover from an out-of-memory in place"
-
-
-def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
-    """Raises InputError for a choice that needs a measurement, since `fsdp` measures nothing."""
-    if scale.strategy == "fsdp" and precision.fp32_layers == "auto":
-        raise InputError(
-            "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
-            remedy=UNMEASURED,
-        )  # fmt: skip
 
 
 def precision_under_fsdp(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Choice:

@@ -21,6 +21,7 @@ from raytrain.config.sections import (
     SaveConfig,
     ScaleConfig,
 )
+from raytrain.errors import InputError
 from raytrain.plan import batch, expert_hosts, memory, speed
 from raytrain.plan import machines as devices
 from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json, reason_of, value_text
@@ -258,6 +259,12 @@ def make_plan(inputs: PlanInputs) -> Plan:
     )
     warnings += memory.advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
 
+    save = inputs.save
+    eval_every = batch.choose_eval_every(loop, data_facts=data_facts, **length)
+    measured = Deferred(
+        "set from the measured cost of the first checkpoint", (1, length["max_steps"].value_or(None)),
+        "saving takes at most 3 % of the time, and a failure loses at most ten minutes",
+    )  # fmt: skip
     return Plan(
         **choices, **updated, **length, **estimates, **kept,
         shares=choose_shares(scale, loop, left, inventory, {**choices, **batches}, hosts=hosts),
@@ -271,10 +278,13 @@ def make_plan(inputs: PlanInputs) -> Plan:
             missing=inputs.compile_missing, warnings=warnings,
         ),
         cudnn_benchmark=speed.choose_cudnn_benchmark(loop, machines),
-        **batch.choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
+        eval_every=eval_every,
+        checkpoint_every=measured if save.every == "auto" else Resolved(save.every, "save.every"),
+        best_saves=batch.choose_best_saves(save, eval_every, shared=shards > 1 or hosts.value not in ("none", 0)),
+        export=batch.choose_export(save, loop, data_facts=data_facts),
         hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {inputs.seed}"),
-        files=Resolved(join(inputs.save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
+        files=Resolved(join(save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
         inventory=inventory.to_json(),
     )  # fmt: skip
 
@@ -292,7 +302,11 @@ def _machine_choices(
                 f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
                 " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
             )
-    memory.refuse_unmeasured(scale, inputs.precision)
+    if scale.strategy == "fsdp" and inputs.precision.fp32_layers == "auto":
+        raise InputError(
+            "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
+            remedy=memory.UNMEASURED,
+        )  # fmt: skip
     by_device = devices.choose_precision(inputs.precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     other_processes = expert_hosts.hosts_by_node(hosts, counts, machines, inventory)
