@@ -245,9 +245,8 @@ def _connect(group: Any, device: torch.device, partners: Sequence[int], *, colle
     missing = sorted(set(partners) - set(received.nonzero().flatten().tolist()))
     if missing:
         raise RuntimeError(f"the first messages of the members {missing} did not arrive")
-    if (
-        collectives
-    ):  # each algorithm of a sum, by size and type (NVLink SHARP has no float64), and the rings of broadcasts
+    if collectives:
+        # each algorithm of a sum, by size and type (NVLink SHARP has no float64), and the rings of broadcasts
         room = torch.zeros(max(PROBES), device=device)
         for dtype in (torch.float32, torch.float64):
             for size in PROBES:

@@ -146,7 +146,7 @@ def narrow_visible(
 @contextlib.contextmanager
 def _asking(nvml: Any) -> Iterator[Any]:
     """Context manager with NVML, initialised; None without a driver. `nvml` is a substitute for the pynvml module."""
-    nvml = _import_nvml() if nvml is None else nvml
+    nvml = import_nvml() if nvml is None else nvml
     if nvml is not None:
         try:
             nvml.nvmlInit()
@@ -175,7 +175,7 @@ def cuda_of_driver(*, nvml: Any = None) -> tuple[int, int] | None:
 def _all_gpus(nvml: Any) -> tuple[list[_Gpu | None], FoundDevices]:
     """The GPUs by NVML's index, None for one that cannot be read, and remarks."""
     found = FoundDevices([])
-    nvml = nvml or _import_nvml()
+    nvml = nvml or import_nvml()
     if nvml is None:
         found.notes.append("no GPU can be detected: the package nvidia-ml-py is not installed")
         return [], found
@@ -251,7 +251,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _import_nvml() -> Any:
+def import_nvml() -> Any:
     try:
         import pynvml
     except ImportError:

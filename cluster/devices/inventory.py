@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -173,7 +174,7 @@ class Inventory:
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for plan.json and environment.json."""
-        return _with_lists({**asdict(self), "summary": self.describe()})
+        return json.loads(json.dumps({**asdict(self), "summary": self.describe()}))  # tuples become lists
 
 
 def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
@@ -186,13 +187,6 @@ def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
         nodes.append(Node(**{**row, "devices": tuple(devices), "more_accelerators": more}))
     notes, unusable = tuple(record["notes"]), tuple(record["unusable"])
     return Inventory(tuple(nodes), record["source"], record["cpu_model"], record["cpu_flags"], notes, unusable)
-
-
-def _with_lists(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
-    if isinstance(value, dict):
-        return {key: _with_lists(inner) for key, inner in value.items()}
-    return [_with_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def local_inventory(

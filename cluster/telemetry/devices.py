@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.devices.gpus import Device, amd_devices, visible_devices
+from cluster.devices.gpus import Device, amd_devices, import_nvml, visible_devices
 from cluster.devices.limits import ROOT, cpu_description, memory_bytes, text_of
 
 # ---------------------------------------------------------------- device
@@ -167,11 +167,7 @@ THROTTLE = {
 
 def open_gpus(environ: Mapping[str, str], *, root: Path = ROOT, nvml: Any = None) -> NvmlReader | AmdReader:
     """A reader of the GPUs that a process with this environment sees, in torch's order; of none where there is none."""
-    if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError:
-            nvml = None
+    nvml = import_nvml() if nvml is None else nvml
     found = visible_devices(environ, nvml=nvml)
     if found.devices:
         return NvmlReader(found.devices, nvml)

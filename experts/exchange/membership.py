@@ -109,16 +109,7 @@ class ColocatedConnection:
             through_host=self.through_host,
             interface=self.interface,
         )
-        kinds, speeds = self._measured_speeds(group, shapes)
-        specs = [HostSpec(host, speeds[host], None, kind=kinds[host]) for host in range(workers)]
-        placement = starting_placement(rules, shapes, specs)
-        return group, Membership(
-            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank,
-            hosts=specs,
-        )  # fmt: skip
-
-    def _measured_speeds(self, group: JointGroup, shapes: list[LayerShape]) -> tuple[list[str], list[float]]:
-        """(kind, speed) of each worker. Where kinds differ all workers measure, unless the run has recorded speeds."""
+        # where kinds differ all workers measure, unless the run has recorded speeds
         threads = torch.get_num_threads()
         device = torch.device(self.device)
         rows = torch.zeros((group.size, NAME_BYTES), dtype=torch.float64)
@@ -139,7 +130,13 @@ class ColocatedConnection:
                 return [of[kind] for kind in distinct]
             return found.tolist()
 
-        return kinds, speeds_by_kind(kinds, measure)
+        speeds = speeds_by_kind(kinds, measure)
+        specs = [HostSpec(host, speeds[host], None, kind=kinds[host]) for host in range(workers)]
+        placement = starting_placement(rules, shapes, specs)
+        return group, Membership(
+            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank,
+            hosts=specs,
+        )  # fmt: skip
 
 
 NAME_BYTES = 128

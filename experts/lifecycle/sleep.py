@@ -149,7 +149,7 @@ class SleepCycle:
             return
         if own is not None and self.replay_config.targets == "teacher":
             with torch.no_grad(), in_eval(training.trainable.module):
-                own[TEACHER] = answer_of(training, own).logits.float()
+                own[TEACHER] = answer_of(training, own)[0].float()
         parts = [own]
         if training.workers.world_size > 1:
             held = {name: value.detach().cpu().contiguous() for name, value in (own or {}).items()}
