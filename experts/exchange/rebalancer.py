@@ -184,7 +184,21 @@ class LoadRebalancer:
         self._sent_bytes += int(sum(result.sent_bytes))
         self._placement = placement
         if self._announced is not None and step > self._announced[0]:
-            self._end_move(step, refused=refused)
+            (_, before, after), self._announced = self._announced, None
+            if refused:
+                self._queue = []
+                self._notices.append(("move_refused", {"step": step, "version": after.version, "reason": refused}))
+            else:
+                moves, size = before.moves_to(after, self.costs), self._sent_bytes
+                if size and self._moving_s > 0:
+                    self._bytes_per_s = 0.5 * (self._bytes_per_s + size / self._moving_s)
+                row = {
+                    "what": action_of(moves), "step": step, "version": after.version, "bytes": size,
+                    "seconds": self._moving_s,
+                    "changes": [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves],
+                    "shares": changed_shares(before, after),
+                }  # fmt: skip
+                self._notices.append(("move" if moves else "shares", row))
         if bool(result.skip):
             return
         self._interval.add(result)
@@ -220,20 +234,3 @@ class LoadRebalancer:
 
         self._thread = threading.Thread(target=run, daemon=True, name="placement")
         self._thread.start()
-
-    def _end_move(self, step: int, *, refused: str) -> None:
-        assert self._announced is not None
-        (_, before, after), self._announced = self._announced, None
-        if refused:
-            self._queue = []
-            self._notices.append(("move_refused", {"step": step, "version": after.version, "reason": refused}))
-            return
-        moves, size = before.moves_to(after, self.costs), self._sent_bytes
-        if size and self._moving_s > 0:
-            self._bytes_per_s = 0.5 * (self._bytes_per_s + size / self._moving_s)
-        row = {
-            "what": action_of(moves), "step": step, "version": after.version, "bytes": size, "seconds": self._moving_s,
-            "changes": [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves],
-            "shares": changed_shares(before, after),
-        }  # fmt: skip
-        self._notices.append(("move" if moves else "shares", row))

@@ -307,7 +307,13 @@ def _machine_choices(
             "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
             remedy=memory.UNMEASURED,
         )  # fmt: skip
-    by_device = devices.choose_precision(inputs.precision, machines, inventory, warnings)
+    precision = devices.choose_precision(inputs.precision, machines, inventory, warnings)
+    if scale.strategy == "fsdp" and isinstance(precision, Deferred):  # the device alone decides
+        if machines.on_gpu and "bf16" in precision.bounds and precision.reason.startswith("CUDA"):
+            precision = Resolved("bf16", f"{precision.reason}; {memory.UNMEASURED}")
+        else:
+            why = f"{memory.UNMEASURED}; set precision.dtype {precision.bounds[0]} for half precision"
+            precision = Resolved("fp32", why)
     counts = spread(workers.value, left, inventory)
     other_processes = expert_hosts.hosts_by_node(hosts, counts, machines, inventory)
     whole = machines.per_gpu == 1
@@ -330,5 +336,5 @@ def _machine_choices(
         "threads": devices.choose_threads(
             scale, counts, machines, inventory, warnings, other_processes=other_processes
         ),
-        "precision": memory.precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
+        "precision": precision,
     }
