@@ -240,8 +240,9 @@ def make_plan(inputs: PlanInputs) -> Plan:
     room = batch.DataRoom(allowed, model_bytes=model_bytes, whole=whole, on_gpu=left.on_gpu)
     counts, cores = spread(workers.value, left, inventory), devices.cores_of(inventory)
     loaders = batch.choose_loaders(inputs.data, facts=data_facts, counts=counts, cores=cores, warnings=warnings)
-    endless = loop.max_steps is None or loop.global_batch_size == "auto"
-    reads = None if endless else loop.max_steps * loop.global_batch_size
+    reads = None  # for a run of whole epochs
+    if loop.max_steps is not None and loop.global_batch_size != "auto":
+        reads = loop.max_steps * loop.global_batch_size
     kept = batch.choose_storage(
         inputs.data, facts=data_facts, room=room, loaders=loaders, warnings=warnings, reads=reads
     )
@@ -265,8 +266,9 @@ def make_plan(inputs: PlanInputs) -> Plan:
         "set from the measured cost of the first checkpoint", (1, length["max_steps"].value_or(None)),
         "saving takes at most 3 % of the time, and a failure loses at most ten minutes",
     )  # fmt: skip
+    known: dict[str, Any] = {**choices, **updated, **length, **estimates, **kept}
     return Plan(
-        **choices, **updated, **length, **estimates, **kept,
+        **known,
         shares=choose_shares(scale, loop, left, inventory, {**choices, **batches}, hosts=hosts),
         fp32_layers=devices.choose_fp32_layers(inputs.precision, precision, warnings),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
