@@ -36,7 +36,7 @@ from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.runs.faults import Death
 from raytrain.train.activation_checkpointing import as_with_rows
-from raytrain.train.memory.device import Shortage, room_on
+from raytrain.train.memory.device import room_on
 from raytrain.train.optim import build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Interleaver
 from raytrain.trainable import IntervalRow, Notice, RemoteState, Trainable
@@ -367,6 +367,8 @@ class RemoteExpertState(RemoteState):
         self.interleaver: Interleaver | None = client.interleaver
         self.distributed, self.deaths = True, list(client.member.deaths)
         self._deaths_reported = not self.deaths
+        self.discard, self.end_passes = client.discard, client.end_passes
+        self.shortages, self.begin_save = client.shortages, client.begin_save
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Build the optimizers of everything but the experts, whose holders build theirs from the same section."""
@@ -404,18 +406,6 @@ class RemoteExpertState(RemoteState):
             found += death_notices(self.deaths, self.note, step=self.client.steps, now=time.time())
             self.client.member.acknowledge_deaths()
         return found
-
-    def discard(self) -> None:
-        self.client.discard()
-
-    def end_passes(self, *, short: bool) -> None:
-        self.client.end_passes(short=short)
-
-    def shortages(self) -> list[Shortage]:
-        return self.client.shortages()
-
-    def begin_save(self, step: int) -> None:
-        self.client.begin_save(step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
         """See `RemoteState`; the manifest also says how the experts' tensors make up those of the module."""
