@@ -94,18 +94,7 @@ class OomDropout:
                 call.complete_sends()
             counts = self._send(Op.DROP_OUT)
             if shard is not None:
-                # the others' rows go back unchanged until all have finished their passes. A reply is on its way before
-                # the next header is received; all are waited for at the end
-                group, replies = self._group, list[Exchange]()
-                while self.header is not None and self.header.op is not Op.PASSES_DONE:
-                    rows = rows_by_rank(shard.sources(self.header.layer, counts), group.size)
-                    empty = torch.empty((0, self.header.width), dtype=DTYPES[self.header.dtype], device=shard.device)
-                    none = [0] * group.size
-                    received = group.exchange(empty, none, rows, channel=Channel.TO_HOLDERS).wait()
-                    replies.append(group.exchange(received, rows, none, channel=Channel.TO_WORKERS))
-                    counts = self._receive()
-                for reply in replies:
-                    reply.wait()
+                self._return_rows(shard, counts)
             while self.unfinished:
                 self.unfinished[0].drain()
             self._everybody_discards = True
@@ -119,3 +108,19 @@ class OomDropout:
         self.unfinished.clear()
         self.active_workers.dropped.clear()
         return discards
+
+    def _return_rows(self, shard: ExpertShard, counts: list[list[int]]) -> None:
+        """Return the others' rows unchanged until all have finished their passes.
+
+        A reply is on its way before the next header is received; all are waited for at the end.
+        """
+        group, replies = self._group, list[Exchange]()
+        while self.header is not None and self.header.op is not Op.PASSES_DONE:
+            rows = rows_by_rank(shard.sources(self.header.layer, counts), group.size)
+            empty = torch.empty((0, self.header.width), dtype=DTYPES[self.header.dtype], device=shard.device)
+            none = [0] * group.size
+            received = group.exchange(empty, none, rows, channel=Channel.TO_HOLDERS).wait()
+            replies.append(group.exchange(received, rows, none, channel=Channel.TO_WORKERS))
+            counts = self._receive()
+        for reply in replies:
+            reply.wait()

@@ -111,11 +111,6 @@ class LayerShard:
         assert stack is not None
         return stack.slot(place if place < self.num_homes else place - self.num_homes)
 
-    def weights_of(self, expert: int) -> dict[str, Tensor]:
-        """Weights of an expert held here, by name; views."""
-        stack, place = self.slot(expert)
-        return stack.weights_of(place)
-
     def gradients_of(self, expert: int) -> dict[str, Tensor]:
         """Gradients of the trained weights of an expert held here, by name; views."""
         stack, place = self.slot(expert)
@@ -382,7 +377,8 @@ class ExpertShard:
 
     def weights_of(self, key: Key) -> dict[str, Tensor]:
         """Weights of an expert held here, by name; views."""
-        return self.layers[key[0]].weights_of(key[1])
+        stack, place = self.slot(key)
+        return stack.weights_of(place)
 
     def set_weights(self, key: Key, weights: Mapping[str, Tensor]) -> None:
         """Copy weights in."""

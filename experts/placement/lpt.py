@@ -58,11 +58,7 @@ class LayerProblem:
 
 
 class OutOfRoom(Exception):
-    """No host has room for `expert`."""
-
-    def __init__(self, expert: int) -> None:
-        super().__init__(f"no host has room for expert {expert}")
-        self.expert = expert
+    """No host has room for the expert of this number."""
 
 
 Change = list[tuple[int, list[int]]]
