@@ -383,24 +383,20 @@ def check_ray_job(
             "save_folder", "fail", f"{folder}, which is in Ray's copy of the working directory of this job", expected,
             "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)", "save.dir",
         )  # fmt: skip
-    return [saved, _check_stop(checkpoint_bytes, grace_s, environ)]
-
-
-def _check_stop(checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]) -> CheckResult:
-    """Whether `ray job stop` leaves time to write a checkpoint."""
     wait_s = 3.0
     with contextlib.suppress(ValueError):
         wait_s = float(environ.get(STOP_WAIT, "3"))
     seen = f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
     if checkpoint_bytes is None:
-        return CheckResult("job_stop", "na", f"{seen}; the size of a checkpoint is not known yet", ENOUGH)
+        return [saved, CheckResult("job_stop", "na", f"{seen}; the size of a checkpoint is not known yet", ENOUGH)]
     need_s = checkpoint_bytes / SAVE_RATE
     need = f"{need_s:.3g}" if need_s < 999 else f"{need_s:,.0f}"
     needs = f"{ENOUGH}: about {need} s are estimated for writing"
     if need_s > wait_s:
-        return CheckResult(
+        stop = CheckResult(
             "job_stop", "warn", seen, needs,
             f"start the head node with {STOP_WAIT}={max(grace_s, 2 * need_s):.0f}, or lower save.every: a stop loses "
             "the steps after the latest checkpoint", STOP_WAIT,
         )  # fmt: skip
-    return CheckResult("job_stop", "ok", seen, needs)
+        return [saved, stop]
+    return [saved, CheckResult("job_stop", "ok", seen, needs)]

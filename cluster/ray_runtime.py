@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import os
 import re
@@ -228,37 +229,29 @@ def on_this_node() -> Any:
 # Forks of a process that is connected to Ray: the child leaves what belongs to its parent alone.
 
 
-class _Forks:
-    """The handlers of `os.register_at_fork`; the collector is off while a thread forks."""
+@functools.cache
+def keep_parents_objects() -> None:
+    """From now on no child that this process forks deletes objects of this process by garbage collection, which is off
+    while a thread forks."""
+    forking, enabled = 0, True
 
-    def __init__(self) -> None:
-        self._forking, self._enabled = 0, True
-
-    def before(self) -> None:
-        if not self._forking:
-            self._enabled = gc.isenabled()
-        self._forking += 1
+    def before() -> None:
+        nonlocal forking, enabled
+        enabled = enabled if forking else gc.isenabled()
+        forking += 1
         gc.disable()
 
-    def in_parent(self) -> None:
-        self._forking -= 1
-        if not self._forking and self._enabled:
+    def in_parent() -> None:
+        nonlocal forking
+        forking -= 1
+        if not forking and enabled:
             gc.enable()
 
-    def in_child(self) -> None:
+    def in_child() -> None:
+        nonlocal forking
         gc.freeze()
-        self._forking = 0
-        if self._enabled:
+        forking = 0
+        if enabled:
             gc.enable()
 
-
-_forks: list[_Forks] = []
-
-
-def keep_parents_objects() -> None:
-    """From now on no child that this process forks deletes objects of this process by garbage collection."""
-    if not _forks:
-        _forks.append(_Forks())
-        os.register_at_fork(
-            before=_forks[0].before, after_in_parent=_forks[0].in_parent, after_in_child=_forks[0].in_child
-        )
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

@@ -7,18 +7,19 @@ here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experts.config import ExpertsConfig
-from experts.exchange.dispatch import RemoteExperts
+from experts.config import ExpertsConfig, LayerShape
+from experts.exchange.dispatch import REMEDY, RemoteExperts
 from experts.exchange.rebalancer import LoadRebalancer
 from experts.exchange.worker import ExpertClient
-from experts.hand_over import check_hand_over, shape_of
+from experts.grouped import GroupedExperts, UnevenExperts
 from experts.layer import MoELayer
 from experts.lifecycle.controller import Lifecycle
 from experts.lifecycle.replayed_model import Recorder
@@ -35,7 +36,7 @@ from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.runs.faults import Death
 from raytrain.train.activation_checkpointing import as_with_rows
-from raytrain.train.memory.device import Shortage, room_on
+from raytrain.train.memory.device import room_on
 from raytrain.train.optim import build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Interleaver
 from raytrain.trainable import IntervalRow, Notice, RemoteState, Trainable
@@ -154,9 +155,11 @@ def attach_lifecycle(trainable: Trainable, lifecycle: Lifecycle) -> None:
     if lifecycle.config.connection is None:
 
         def build(module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
-            return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
+            optimizers = build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(trainable, optim))
+            lifecycle.use(optimizers)
+            return optimizers
 
-        trainable.optimizers = partial(_build_optimizers, lifecycle, build)
+        trainable.optimizers = build
 
 
 def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
@@ -169,14 +172,6 @@ def attach_sleep(trainable: Trainable, lifecycle: Lifecycle) -> None:
     assert before is not None
     trainable.loss, trainable.sleep = recorder, cycle.after_step
     trainable.state_parts = lambda: {**before(), "sleep": cycle}
-
-
-def _build_optimizers(
-    lifecycle: Lifecycle, build: Callable[..., list[torch.optim.Optimizer]], module: nn.Module, optim: OptimConfig
-) -> list[torch.optim.Optimizer]:
-    optimizers = build(module, optim)
-    lifecycle.use(optimizers)
-    return optimizers
 
 
 # ---------------------------------------------------------------- distribute
@@ -262,15 +257,82 @@ def hand_over(trainable: Trainable, config: ExpertsConfig, lifecycle: Lifecycle 
         call = getattr(trainable, part)
         if call is not None and not str(getattr(call, "__module__", "")).startswith("experts."):
             setattr(trainable, part, client.watched(call))
-    if lifecycle is None:
-        trainable.optimizers = remote.optimizers
-    else:
+    trainable.optimizers = remote.optimizers
+    if lifecycle is not None:
         lifecycle.local = False
-        trainable.optimizers = partial(_build_optimizers, lifecycle, remote.optimizers)
     trainable.agree = client.agree
     trainable.remote = remote
     if isinstance(trainable.interval_log, LoadLog):
         trainable.interval_log = LoadLog(trainable.interval_log.loads, client, trainable.interval_log.lifecycle)
+
+
+# ---------------------------------------------------------------- refusals
+# What the author of a model said about its experts and other processes cannot keep: refused before they leave.
+
+
+def shape_of(experts: nn.Module, name: str) -> LayerShape:
+    """The shape of the experts of the layer of this name. Raises InputError: they cannot move to other processes."""
+    if type(experts) not in (GroupedExperts, UnevenExperts):
+        raise InputError(
+            "model.builder", got=f"{type(experts).__name__} as the experts of a MoELayer ({name})",
+            expected="experts of experts.grouped, which can move to other processes",
+            remedy="experts.hosts 0 keeps any module inside the workers",
+        )  # fmt: skip
+    assert isinstance(experts, GroupedExperts | UnevenExperts)
+    stacks = [experts.slot(expert)[0] for expert in range(len(experts.hidden_E))]
+    frozen = tuple(
+        tuple(weight for weight in stack.names if not getattr(getattr(stack, weight, None), "requires_grad", True))
+        for stack in stacks
+    )
+    kind = experts.activation, experts.bias, frozen if any(frozen) else ()
+    return LayerShape(experts.width, experts.hidden_E, *kind, name=name)
+
+
+def check_hand_over(
+    trainable: Trainable, layers: Mapping[str, MoELayer], shapes: list[LayerShape], *, trains: bool
+) -> None:
+    """Refuse what would be lost when the experts of these layers, by name, move to other processes.
+
+    Args:
+        trains: False where the experts only answer, so that gradients and optimizers do not matter.
+
+    Raises:
+        InputError: naming the layer, or the part of the Trainable.
+    """
+    numbers = {id(layer): number for number, layer in enumerate(dict.fromkeys(layers.values()))}
+    for name, layer in layers.items():
+        experts, place, shape = layer.experts, f"{name}.experts".lstrip("."), shapes[numbers[id(layer)]]
+        own = {f"{place}.{one}" for one, _ in chain(experts.named_parameters(), experts.named_buffers())}
+        odd = sorted(own ^ set(stacked_names(place, 0, shape)))
+        if odd:
+            raise _refused(f"{place} with other tensors than it was built with ({odd[0]})", "those of GroupedExperts")
+        for path, part in experts.named_modules():
+            for key, value in vars(part).items():
+                if (key.endswith("_hooks") and value) or callable(value):
+                    raise _refused(f"{place}{path and '.'}{path} with its own {key.strip('_')}", "experts without it")
+        for path, parameter in experts.named_parameters():
+            if trains and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+                raise _refused(f"{place}.{path} with a hook on its gradient", "weights of experts without hooks")
+    holders = {id(one): layer for layer in layers.values() for one in layer.experts.parameters()}
+    for name, parameter in trainable.module.named_parameters(remove_duplicate=False):
+        layer = holders.get(id(parameter))
+        if layer is not None and layers.get(name.rpartition(".experts.")[0]) is not layer:
+            raise _refused(f"{name}, which is also a weight of the experts of a MoELayer", "a weight of its own")
+    if not trains:
+        return
+    for part in ("optimizers", "agree"):
+        if getattr(trainable, part) is not None:
+            got = f"a Trainable with its own {part}, which the holders of the experts do not have"
+            raise _refused(got, "the optimizer of the section optim", remedy=f"leave Trainable.{part} None, or ")
+    if not any(one.requires_grad and id(one) not in holders for one in trainable.module.parameters()):
+        raise _refused("a model that trains nothing but its experts", "a trained parameter in the workers")
+
+
+def _refused(got: str, expected: str, remedy: str = "") -> InputError:
+    return InputError("experts.hosts", got=got, expected=f"0, or {expected}", remedy=remedy + REMEDY)
+
+
+# ---------------------------------------------------------------- remote state
 
 
 def death_notices(deaths: Sequence[Death], note: str, *, step: int, now: float) -> list[Notice]:
@@ -305,6 +367,8 @@ class RemoteExpertState(RemoteState):
         self.interleaver: Interleaver | None = client.interleaver
         self.distributed, self.deaths = True, list(client.member.deaths)
         self._deaths_reported = not self.deaths
+        self.discard, self.end_passes = client.discard, client.end_passes
+        self.shortages, self.begin_save = client.shortages, client.begin_save
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Build the optimizers of everything but the experts, whose holders build theirs from the same section."""
@@ -313,7 +377,10 @@ class RemoteExpertState(RemoteState):
         if self._rebalancer is not None:  # the optimizer decides how many bytes an expert has
             dtype = "fp64" if parameter.dtype == torch.float64 else "fp32"
             self._rebalancer.costs = expert_costs(self.client.shapes, optim, dtype=dtype)
-        return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
+        optimizers = build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
+        if self.client.lifecycle is not None:
+            self.client.lifecycle.use(optimizers)
+        return optimizers
 
     def idle(self) -> Tensor:
         """See `RemoteState`: sends no rows through the layers, as the last pass with rows called them."""
@@ -339,18 +406,6 @@ class RemoteExpertState(RemoteState):
             found += death_notices(self.deaths, self.note, step=self.client.steps, now=time.time())
             self.client.member.acknowledge_deaths()
         return found
-
-    def discard(self) -> None:
-        self.client.discard()
-
-    def end_passes(self, *, short: bool) -> None:
-        self.client.end_passes(short=short)
-
-    def shortages(self) -> list[Shortage]:
-        return self.client.shortages()
-
-    def begin_save(self, step: int) -> None:
-        self.client.begin_save(step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
         """See `RemoteState`; the manifest also says how the experts' tensors make up those of the module."""

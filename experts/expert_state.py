@@ -42,23 +42,21 @@ def row_of(parameter: nn.Parameter, place: int, optimizers: Optimizers) -> dict[
 def load_row(parameter: nn.Parameter, place: int, optimizers: Optimizers, state: State) -> None:
     """The inverse of `row_of`; a parameter that is not trained has no optimizer state."""
     parameter.detach()[place].copy_(state[""])
-    for name, value in state.items() if parameter.requires_grad else ():
-        if name:
-            _load_slot(parameter, name[1:], place, optimizers, value)
-
-
-def _load_slot(parameter: nn.Parameter, name: str, place: int, optimizers: Optimizers, value: Tensor) -> None:
-    groups = ((own, group) for own in optimizers for group in own.param_groups)
-    optimizer, group = next(pair for pair in groups if any(parameter is one for one in pair[1]["params"]))
-    held = optimizer.state[parameter]
-    if value.ndim:
-        if name not in held:
-            held[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        held[name][place].copy_(value)
-    elif group.get("fused") or group.get("capturable"):
-        # A scalar such as the step count comes from a checkpoint or another host, whose device may differ. Fused
-        # kernels read it on the parameter's device, always in float32; other kernels read it on the CPU.
-        # `load_state_dict` of torch has the same rule.
-        held[name] = value.detach().to(dtype=torch.float32, device=parameter.device, copy=True)
-    else:
-        held[name] = value.detach().to(device="cpu", copy=True)
+    for key, value in state.items() if parameter.requires_grad else ():
+        if not key:
+            continue
+        name = key.removeprefix(".")
+        groups = ((own, group) for own in optimizers for group in own.param_groups)
+        optimizer, group = next(pair for pair in groups if any(parameter is one for one in pair[1]["params"]))
+        held = optimizer.state[parameter]
+        if value.ndim:
+            if name not in held:
+                held[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            held[name][place].copy_(value)
+        elif group.get("fused") or group.get("capturable"):
+            # A scalar such as the step count comes from a checkpoint or another host, whose device may differ. Fused
+            # kernels read it on the parameter's device, always in float32; other kernels read it on the CPU.
+            # `load_state_dict` of torch has the same rule.
+            held[name] = value.detach().to(dtype=torch.float32, device=parameter.device, copy=True)
+        else:
+            held[name] = value.detach().to(device="cpu", copy=True)

@@ -94,11 +94,6 @@ class Header:
     dtype: int = 0
     width: int = 0
 
-    @staticmethod
-    def op_of(row: list[int]) -> int:
-        """The operation of an encoded header."""
-        return row[FIELDS.index("op")]
-
     def encode(self) -> list[int]:
         """As int64 words, the magic number first."""
         return [MAGIC, *(int(getattr(self, name)) for name in FIELDS[1:])]
@@ -251,21 +246,16 @@ def _connect(group: Any, device: torch.device, partners: Sequence[int], *, colle
     if missing:
         raise RuntimeError(f"the first messages of the members {missing} did not arrive")
     if collectives:
-        _connect_algorithms(group, device)
-
-
-def _connect_algorithms(group: Any, device: torch.device) -> None:
-    """Use each algorithm that NCCL may choose for a sum, by size and type (NVLink SHARP has no float64), and rings,
-    which broadcasts use."""
-    room = torch.zeros(max(PROBES), device=device)
-    for dtype in (torch.float32, torch.float64):
-        for size in PROBES:
-            group.allreduce([room.view(dtype)[:size]]).wait()
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    group.broadcast([room[: PROBES[0]]], options).wait()
-    if float(room.sum().item()):  # also waits until all of it has run
-        raise RuntimeError("the sums of zeros are not zero")
+        # each algorithm of a sum, by size and type (NVLink SHARP has no float64), and the rings of broadcasts
+        room = torch.zeros(max(PROBES), device=device)
+        for dtype in (torch.float32, torch.float64):
+            for size in PROBES:
+                group.allreduce([room.view(dtype)[:size]]).wait()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group.broadcast([room[: PROBES[0]]], options).wait()
+        if float(room.sum().item()):  # also waits until all of it has run
+            raise RuntimeError("the sums of zeros are not zero")
 
 
 def within(work: Callable[[], Any], *, limit_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:

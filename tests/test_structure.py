@@ -30,7 +30,7 @@ LAYERS = {
     ],
     "experts": [
         "config", "transport", "placement", "sizes", "router", "grouped", "expert_state", "lifecycle", "member",
-        "exchange", "layer", "hosts", "hand_over", "distribute", "models", "huggingface",
+        "exchange", "layer", "hosts", "distribute", "models", "huggingface",
     ],
 }  # fmt: skip
 """folder -> its entries from the lowest up. Imports inside functions count as well; those for types do not."""

@@ -11,8 +11,6 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -40,7 +38,23 @@ def main(cpus: int, gpus: int, port: int) -> None:
         os.environ["TMPDIR"] = private.folder  # processes of Ray's dashboard that are killed leave temporary folders
         os.environ.update(FREE_PORTS)
         with variables_kept_from_ray():
-            nodes = _start([{"num_cpus": cpus, "num_gpus": gpus}] * 2, port=port, folder=private.folder)
+            from ray.cluster_utils import Cluster
+
+            nodes = Cluster()
+            dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+            for number in range(2):
+                nodes.add_node(
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    **(dashboard if number == 0 else {}),
+                    node_ip_address="127.0.0.1",
+                    # in a shared one, each node removes the files of the other
+                    temp_dir=os.path.join(private.folder, f"r{number}"),
+                    dashboard_agent_listen_port=0,  # an agent that finds its port taken starts no jobs
+                )
+                # without this file, a job would take the address of any other cluster on this machine
+                with open(os.path.join(private.folder, f"r{number}", "ray_current_cluster"), "w") as file:
+                    file.write(str(nodes.gcs_address))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         url = f"http://{nodes.webui_url}"
@@ -59,26 +73,6 @@ def main(cpus: int, gpus: int, port: int) -> None:
                     node.dead_processes()  # reaps them: Ray's workers end with their raylet once it is no zombie
         finally:
             nodes.shutdown()
-
-
-def _start(nodes: Sequence[dict[str, Any]], *, port: int, folder: str) -> Any:
-    """Start the head and the other nodes; returns Ray's `Cluster`, whose `shutdown` ends them."""
-    from ray.cluster_utils import Cluster
-
-    started = Cluster()
-    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    for number, node in enumerate(nodes):
-        started.add_node(
-            **node,
-            **(dashboard if number == 0 else {}),
-            node_ip_address="127.0.0.1",
-            temp_dir=os.path.join(folder, f"r{number}"),  # in a shared one, each node removes the files of the other
-            dashboard_agent_listen_port=0,  # an agent that finds its port taken starts no jobs
-        )
-        # without this file, a job would take the address of any other cluster on this machine
-        with open(os.path.join(folder, f"r{number}", "ray_current_cluster"), "w") as file:
-            file.write(str(started.gcs_address))
-    return started
 
 
 if __name__ == "__main__":

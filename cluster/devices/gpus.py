@@ -72,12 +72,7 @@ def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> FoundDev
             found.notes.append(found.unusable[-1])
         if len(named) < len(gpus):
             found.notes.append(f"CUDA_VISIBLE_DEVICES={wanted!r} shows {len(named)} of {len(gpus)} GPUs")
-    devices = _enumerated(chosen, found)
-    return replace(found, devices=[replace(device, index=place) for place, device in enumerate(devices)])
-
-
-def _enumerated(chosen: Sequence[_Gpu | Device], found: FoundDevices) -> list[Device]:
-    """What CUDA makes of the visible GPUs and MIG devices; remarks are added to `found`."""
+    # what CUDA makes of the visible GPUs and MIG devices
     whole, parts = list[Device](), list[Device]()
     for one in chosen:
         if isinstance(one, Device):
@@ -88,15 +83,14 @@ def _enumerated(chosen: Sequence[_Gpu | Device], found: FoundDevices) -> list[De
             parts += one.partitions
         else:
             found.unusable.append(f"{_title(one.device)}: MIG is on, and it has no MIG devices")
-    if not parts:
-        return whole
     hidden = [one.uuid or one.name for one in parts[1:]] + [_title(one) for one in whole]
-    if hidden:
+    if parts and hidden:
         found.notes.append(
             f"CUDA shows a process one MIG device and no other GPU: {parts[0].name} ({parts[0].uuid}) is used, not"
             f" {', '.join(hidden)}; CUDA_VISIBLE_DEVICES=MIG-UUID picks another"
         )
-    return parts[:1]
+    devices = parts[:1] or whole
+    return replace(found, devices=[replace(device, index=place) for place, device in enumerate(devices)])
 
 
 def _title(device: Device) -> str:
@@ -146,7 +140,7 @@ def narrow_visible(
 @contextlib.contextmanager
 def _asking(nvml: Any) -> Iterator[Any]:
     """Context manager with NVML, initialised; None without a driver. `nvml` is a substitute for the pynvml module."""
-    nvml = _import_nvml() if nvml is None else nvml
+    nvml = import_nvml() if nvml is None else nvml
     if nvml is not None:
         try:
             nvml.nvmlInit()
@@ -175,7 +169,7 @@ def cuda_of_driver(*, nvml: Any = None) -> tuple[int, int] | None:
 def _all_gpus(nvml: Any) -> tuple[list[_Gpu | None], FoundDevices]:
     """The GPUs by NVML's index, None for one that cannot be read, and remarks."""
     found = FoundDevices([])
-    nvml = nvml or _import_nvml()
+    nvml = nvml or import_nvml()
     if nvml is None:
         found.notes.append("no GPU can be detected: the package nvidia-ml-py is not installed")
         return [], found
@@ -251,7 +245,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _import_nvml() -> Any:
+def import_nvml() -> Any:
     try:
         import pynvml
     except ImportError:

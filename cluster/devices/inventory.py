@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -173,7 +174,7 @@ class Inventory:
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for plan.json and environment.json."""
-        return _with_lists({**asdict(self), "summary": self.describe()})
+        return json.loads(json.dumps({**asdict(self), "summary": self.describe()}))  # tuples become lists
 
 
 def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
@@ -186,13 +187,6 @@ def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
         nodes.append(Node(**{**row, "devices": tuple(devices), "more_accelerators": more}))
     notes, unusable = tuple(record["notes"]), tuple(record["unusable"])
     return Inventory(tuple(nodes), record["source"], record["cpu_model"], record["cpu_flags"], notes, unusable)
-
-
-def _with_lists(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
-    if isinstance(value, dict):
-        return {key: _with_lists(inner) for key, inner in value.items()}
-    return [_with_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def local_inventory(
@@ -268,7 +262,11 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
         elif is_here:
             devices = here.devices[:slots]
         else:
-            devices = _remote_devices(resources, row.get("Labels", {}), count=slots)
+            kind = next(iter(_accelerators(resources)), "") or row.get("Labels", {}).get(
+                "ray.io/accelerator-type", "GPU"
+            )
+            capability = CAPABILITIES.get(kind) or CAPABILITIES.get(kind.partition("-")[0])
+            devices = tuple(Device("cuda", kind, 0, capability, None, index) for index in range(slots))
         kinds = _accelerators(resources)
         labels = {str(key): str(value) for key, value in row.get("Labels", {}).items()}
         nodes.append(
@@ -282,13 +280,6 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
 
 def _accelerators(resources: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:"))
-
-
-def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *, count: int) -> tuple[Device, ...]:
-    """GPUs of another node, as far as Ray describes them."""
-    name = next(iter(_accelerators(resources)), "") or labels.get("ray.io/accelerator-type", "GPU")
-    capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
-    return tuple(Device("cuda", name, 0, capability, None, index) for index in range(count))
 
 
 # ---------------------------------------------------------------- facts

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.devices.gpus import Device, amd_devices, visible_devices
+from cluster.devices.gpus import Device, amd_devices, import_nvml, visible_devices
 from cluster.devices.limits import ROOT, cpu_description, memory_bytes, text_of
 
 # ---------------------------------------------------------------- device
@@ -165,31 +165,14 @@ THROTTLE = {
 """Bits of NVML's throttle reasons; 0x1 is an idle GPU, which is not slowed down."""
 
 
-def open_gpus(environ: Mapping[str, str], *, root: Path = ROOT, nvml: Any = None) -> NvmlReader | AmdReader | NoGpus:
+def open_gpus(environ: Mapping[str, str], *, root: Path = ROOT, nvml: Any = None) -> NvmlReader | AmdReader:
     """A reader of the GPUs that a process with this environment sees, in torch's order; of none where there is none."""
-    if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError:
-            nvml = None
+    nvml = import_nvml() if nvml is None else nvml
     found = visible_devices(environ, nvml=nvml)
     if found.devices:
         return NvmlReader(found.devices, nvml)
     amd = amd_devices(environ, root=root)
-    if amd.devices:
-        return AmdReader(amd.devices, root=root)
-    return NoGpus([*found.notes, *amd.notes])
-
-
-class NoGpus:
-    """The reader of a machine without GPUs; `notes` say why there is none."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
-
-    def sample(self, pids: Collection[int]) -> list[DeviceSample]:
-        """Nothing."""
-        return []
+    return AmdReader(amd.devices, root=root, notes=[] if amd.devices else [*found.notes, *amd.notes])
 
 
 class NvmlReader:
@@ -267,9 +250,8 @@ _FIGURES = (
 class AmdReader:
     """Reads AMD's GPUs from the files of the kernel driver (amdgpu), which rocm-smi and amdsmi read too."""
 
-    def __init__(self, devices: list[Device], *, root: Path = ROOT) -> None:
-        self.notes: list[str] = []
-        self._devices = devices
+    def __init__(self, devices: list[Device], *, root: Path = ROOT, notes: Sequence[str] = ()) -> None:
+        self.notes, self._devices = list(notes), devices
         cards = sorted((root / "sys/class/drm").glob("card[0-9]*/device"), key=lambda path: (len(str(path)), str(path)))
         self._cards = [card for card in cards if (card / "mem_info_vram_total").exists()]
 

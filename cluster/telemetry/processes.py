@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.devices.limits import ROOT
+from cluster.devices.limits import ROOT, text_of
 
 # ---------------------------------------------------------------- process
 
@@ -46,10 +46,7 @@ def process_memory(*, root: Path = ROOT) -> MemoryUse:
 
 def process_sizes(root: Path = ROOT) -> dict[str, int]:
     """Sizes of this process in bytes by their names in /proc/self/status; empty if the file does not exist."""
-    try:
-        lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
+    lines = text_of(root / "proc/self/status").splitlines()
     rows = (line.split() for line in lines if line.startswith(("Vm", "Rss")))
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
 
@@ -160,13 +157,7 @@ class RunProcesses:
             threads = list((self._root / f"proc/{pid}/task").iterdir())
         except OSError:
             return []
-        found = list[int]()
-        for thread in threads:
-            try:
-                found += map(int, (thread / "children").read_text().split())
-            except OSError:
-                continue
-        return found
+        return [int(child) for thread in threads for child in text_of(thread / "children").split()]
 
     def _stat(self, pid: int) -> list[str]:
         """The fields of /proc/PID/stat from the third, the state, on."""

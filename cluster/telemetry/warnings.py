@@ -145,13 +145,29 @@ class MemoryWatch:
         found = []
         steps = self._steps(row)
         for device in row["devices"]:
-            found += self._full_device(row["node"], device)
+            used, total = device["memory_used"], device["memory_total"]
+            if used and total and used > self._high * total:
+                own, other = device["memory_run"], device["memory_other"]
+                whose = "" if own is None else f", {size(own)} of it by this run and {size(other)} by others"
+                text = (
+                    f"{device['device']} of {row['node']} uses {used / total:.0%} of its {size(total)} of memory"
+                    f"{whose}: lower loop.micro_batch_size, or end what else runs there"
+                )
+                figures = {"used": used, "total": total, "run": own, "other": other}
+                found.append(MemoryWarning(f"high {row['node']} {device['device']}", "high_memory", text, figures))
             if device["kind"] != "cpu" and device["memory_run"] is not None:
                 found += self._growing(row, steps, device["device"], "", device["memory_run"])
         for process in row["processes"]:
-            own = WORKER in process["name"]
-            if self._limit and not own and process["rss"] > self._high * self._limit:
-                found.append(self._full_process(row["node"], process))
+            if self._limit and WORKER not in process["name"] and process["rss"] > self._high * self._limit:
+                text = (
+                    f"{process['name']} (pid {process['pid']}) on {row['node']} uses {size(process['rss'])}, "
+                    f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({size(self._limit)}): "
+                    "lower loop.micro_batch_size or raise the limit"
+                )
+                figures = {"used": process["rss"], "total": self._limit, "pid": process["pid"]}
+                found.append(
+                    MemoryWarning(f"high {row['node']} process {process['pid']}", "high_memory", text, figures)
+                )
             found += self._growing(row, steps, process["pid"], process["name"], process["anonymous"])
         alive = {process["pid"] for process in row["processes"]} | {device["device"] for device in row["devices"]}
         self._trends = {key: trend for key, trend in self._trends.items() if key[1] in alive}
@@ -163,29 +179,6 @@ class MemoryWatch:
             self._began = row["attempt"], row["step"]
             self._trends.clear()
         return row["step"] - self._began[1]
-
-    def _full_device(self, node: str, device: Mapping[str, Any]) -> list[MemoryWarning]:
-        used, total = device["memory_used"], device["memory_total"]
-        if not used or not total or used <= self._high * total:
-            return []
-        own, other = device["memory_run"], device["memory_other"]
-        whose = "" if own is None else f", {size(own)} of it by this run and {size(other)} by others"
-        text = (
-            f"{device['device']} of {node} uses {used / total:.0%} of its {size(total)} of memory{whose}: "
-            "lower loop.micro_batch_size, or end what else runs there"
-        )
-        figures = {"used": used, "total": total, "run": own, "other": other}
-        return [MemoryWarning(f"high {node} {device['device']}", "high_memory", text, figures)]
-
-    def _full_process(self, node: str, process: Mapping[str, Any]) -> MemoryWarning:
-        assert self._limit is not None
-        text = (
-            f"{process['name']} (pid {process['pid']}) on {node} uses {size(process['rss'])}, "
-            f"{process['rss'] / self._limit:.0%} of cluster.memory_limit ({size(self._limit)}): "
-            "lower loop.micro_batch_size or raise the limit"
-        )
-        figures = {"used": process["rss"], "total": self._limit, "pid": process["pid"]}
-        return MemoryWarning(f"high {node} process {process['pid']}", "high_memory", text, figures)
 
     def _growing(self, row: Mapping[str, Any], steps: int, who: Any, name: str, used: int) -> list[MemoryWarning]:
         if steps < WARM_UP_STEPS:

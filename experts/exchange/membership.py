@@ -109,19 +109,14 @@ class ColocatedConnection:
             through_host=self.through_host,
             interface=self.interface,
         )
-        kinds, speeds = self._measured_speeds(group, shapes)
-        specs = [HostSpec(host, speeds[host], None, kind=kinds[host]) for host in range(workers)]
-        placement = starting_placement(rules, shapes, specs)
-        return group, Membership(
-            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank,
-            hosts=specs,
-        )  # fmt: skip
-
-    def _measured_speeds(self, group: JointGroup, shapes: list[LayerShape]) -> tuple[list[str], list[float]]:
-        """(kind, speed) of each worker. Where kinds differ all workers measure, unless the run has recorded speeds."""
+        # where kinds differ all workers measure, unless the run has recorded speeds
         threads = torch.get_num_threads()
         device = torch.device(self.device)
-        kinds = _gather_names(group, kind_of(device, threads=threads))
+        rows = torch.zeros((group.size, NAME_BYTES), dtype=torch.float64)
+        data = kind_of(device, threads=threads).encode()[:NAME_BYTES]
+        rows[group.rank, : len(data)] = torch.tensor(list(data), dtype=torch.float64)
+        group.all_reduce(rows)
+        kinds = [bytes(int(value) for value in row if value).decode(errors="replace") for row in rows.tolist()]
 
         def measure(distinct: Sequence[str]) -> list[float]:
             known = recorded_speeds(self.run_path) if group.rank == 0 else {}
@@ -135,16 +130,13 @@ class ColocatedConnection:
                 return [of[kind] for kind in distinct]
             return found.tolist()
 
-        return kinds, speeds_by_kind(kinds, measure)
+        speeds = speeds_by_kind(kinds, measure)
+        specs = [HostSpec(host, speeds[host], None, kind=kinds[host]) for host in range(workers)]
+        placement = starting_placement(rules, shapes, specs)
+        return group, Membership(
+            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank,
+            hosts=specs,
+        )  # fmt: skip
 
 
 NAME_BYTES = 128
-
-
-def _gather_names(group: JointGroup, name: str) -> list[str]:
-    """The names of all members, cut to `NAME_BYTES`. Collective."""
-    rows = torch.zeros((group.size, NAME_BYTES), dtype=torch.float64)
-    data = name.encode()[:NAME_BYTES]
-    rows[group.rank, : len(data)] = torch.tensor(list(data), dtype=torch.float64)
-    group.all_reduce(rows)
-    return [bytes(int(value) for value in row if value).decode(errors="replace") for row in rows.tolist()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from experts.member.shard import ExpertShard, rows_by_rank
-from experts.transport import DTYPES, HEADER_SIZE, Channel, Exchange, Header, JointGroup, Op, read_headers
+from experts.transport import DTYPES, FIELDS, HEADER_SIZE, Channel, Exchange, Header, JointGroup, Op, read_headers
 
 if TYPE_CHECKING:
     from experts.exchange.dispatch import ExpertCall
@@ -49,7 +49,7 @@ class ActiveWorkers:
         if not received:
             return None, []
         sent = dict(zip(senders, received, strict=True))
-        self.dropped |= {worker for worker, row in sent.items() if Header.op_of(row) == Op.DROP_OUT}
+        self.dropped |= {worker for worker, row in sent.items() if row[FIELDS.index("op")] == Op.DROP_OUT}
         active = {worker: row for worker, row in sent.items() if worker not in self.dropped}
         checked = active or sent
         header = read_headers(

@@ -136,18 +136,6 @@ class LoadInterval:
         return [replace(spec, speed=speed) for spec, speed in zip(alike, speeds, strict=True)]
 
 
-@dataclass(frozen=True)
-class RebalanceProposal:
-    """A decision with its inputs, and the seconds that it took."""
-
-    step: int
-    decision: RebalanceDecision
-    hosts: list[HostSpec]
-    placement: Placement
-    step_s: float
-    seconds: float
-
-
 class LoadRebalancer:
     """Moves experts by their measured load and the measured speeds of the hosts; called on rank 0 only."""
 
@@ -156,7 +144,7 @@ class LoadRebalancer:
         self._interval = LoadInterval.empty(costs, len(hosts))
         self._loads: list[list[list[float]]] = []
         self._thread: threading.Thread | None = None
-        self._proposal: RebalanceProposal | None = None
+        self._proposal: tuple[int, RebalanceDecision, list[HostSpec], Placement, float, float] | None = None
         self._error: BaseException | None = None
         self._queue: list[Placement] = []
         self._announced: tuple[int, Placement, Placement] | None = None
@@ -168,7 +156,20 @@ class LoadRebalancer:
         """The placement to announce with the vote on `step`, None for none."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._queue_moves()
+            if self._error is not None:
+                raise self._error
+            assert self._proposal is not None
+            at, found, hosts, placement, step_s, seconds = self._proposal
+            self._proposal = None
+            if found.action != "keep" and placement is self._placement:
+                budget = max(LEAST_BYTES, int(SHARE_OF_STEP * step_s * self._bytes_per_s))
+                self._queue = split_moves(placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
+            row = {
+                "what": "placement", "value": found.action, "step": at, "reason": found.reason,
+                "bytes": found.bytes, "gain": found.gain, "seconds": seconds, "instalments": len(self._queue),
+                "speeds": [spec.speed for spec in hosts],
+            }  # fmt: skip
+            self._notices.append(("decision", row))
         if self._announced is not None or not self._queue or self._placement is None:
             return None
         self._announced = step, self._placement, self._queue.pop(0)
@@ -183,7 +184,21 @@ class LoadRebalancer:
         self._sent_bytes += int(sum(result.sent_bytes))
         self._placement = placement
         if self._announced is not None and step > self._announced[0]:
-            self._end_move(step, refused=refused)
+            (_, before, after), self._announced = self._announced, None
+            if refused:
+                self._queue = []
+                self._notices.append(("move_refused", {"step": step, "version": after.version, "reason": refused}))
+            else:
+                moves, size = before.moves_to(after, self.costs), self._sent_bytes
+                if size and self._moving_s > 0:
+                    self._bytes_per_s = 0.5 * (self._bytes_per_s + size / self._moving_s)
+                row = {
+                    "what": action_of(moves), "step": step, "version": after.version, "bytes": size,
+                    "seconds": self._moving_s,
+                    "changes": [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves],
+                    "shares": changed_shares(before, after),
+                }  # fmt: skip
+                self._notices.append(("move" if moves else "shares", row))
         if bool(result.skip):
             return
         self._interval.add(result)
@@ -215,41 +230,7 @@ class LoadRebalancer:
             except Exception as error:  # raised again in the training thread
                 self._error = error
                 return
-            self._proposal = RebalanceProposal(step, found, hosts, placement, step_s, time.perf_counter() - began)
+            self._proposal = step, found, hosts, placement, step_s, time.perf_counter() - began
 
         self._thread = threading.Thread(target=run, daemon=True, name="placement")
         self._thread.start()
-
-    def _queue_moves(self) -> None:
-        """Record the decision, and queue its moves."""
-        if self._error is not None:
-            raise self._error
-        proposal, self._proposal = self._proposal, None
-        assert proposal is not None
-        found = proposal.decision
-        if found.action != "keep" and proposal.placement is self._placement:
-            budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
-            self._queue = split_moves(proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
-        row = {
-            "what": "placement", "value": found.action, "step": proposal.step, "reason": found.reason,
-            "bytes": found.bytes, "gain": found.gain, "seconds": proposal.seconds, "instalments": len(self._queue),
-            "speeds": [spec.speed for spec in proposal.hosts],
-        }  # fmt: skip
-        self._notices.append(("decision", row))
-
-    def _end_move(self, step: int, *, refused: str) -> None:
-        assert self._announced is not None
-        (_, before, after), self._announced = self._announced, None
-        if refused:
-            self._queue = []
-            self._notices.append(("move_refused", {"step": step, "version": after.version, "reason": refused}))
-            return
-        moves, size = before.moves_to(after, self.costs), self._sent_bytes
-        if size and self._moving_s > 0:
-            self._bytes_per_s = 0.5 * (self._bytes_per_s + size / self._moving_s)
-        row = {
-            "what": action_of(moves), "step": step, "version": after.version, "bytes": size, "seconds": self._moving_s,
-            "changes": [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves],
-            "shares": changed_shares(before, after),
-        }  # fmt: skip
-        self._notices.append(("move" if moves else "shares", row))

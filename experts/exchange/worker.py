@@ -207,11 +207,30 @@ class ExpertClient:
         """Vote on the step and commit the experts' part of it. Collective over all members."""
         self._ensure_ready()
         self.send_header(Op.VOTE, step=local.step)
+        # what rank 0 has decided on: changes of experts or the next placement; the same again where a vote is repeated
+        if self._announcement[0] != local.step:
+            message = self._changes(local.step) if self.member.rank == 0 else None
+            if message is None and self.rebalancer is not None:
+                placement = self.rebalancer.next_placement(local.step)
+                message = None if placement is None else {"placement": placement.to_json()}
+            self._announcement = local.step, None if message is None else json.dumps(message).encode()
+
+        def fill_in(vector: Tensor) -> None:
+            scale = torch.ones_like(local.sum_of_squares) if local.inverse_scale is None else local.inverse_scale
+            own = torch.stack([local.sum_of_squares, local.nonfinite.double(), scale.double()])
+            counts = own[:0] if local.counts is None else local.counts.double()
+            squares, nonfinite, inverse_scale, *routed = torch.cat([own, counts]).tolist()
+            self.layout.put(vector, nonfinite=nonfinite)
+            if self.member.rank == 0:  # the trunk's gradients are already equal on every worker: they count once
+                self.layout.put(vector, trunk=squares, inverse_scale=inverse_scale, lr=local.lr)
+            if routed:
+                vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
+
         result = self._commit.run(
             local.step,
             max_grad_norm=self.optim.max_grad_norm,
-            fill_in=lambda vector: self._fill_in_vote(vector, local),
-            announcement=self._announce(local.step),
+            fill_in=fill_in,
+            announcement=self._announcement[1],
         )
         self._forget_passes()
         self.busy_s = [total + own for total, own in zip(self.busy_s, result.busy_s, strict=True)]
@@ -235,16 +254,6 @@ class ExpertClient:
             ),
         )  # fmt: skip
 
-    def _announce(self, step: int) -> bytes | None:
-        """The changes of experts or the next placement that rank 0 has decided on; the same again for a step that is
-        voted on again."""
-        if self._announcement[0] != step:
-            message = self._changes(step) if self.member.rank == 0 else None
-            placement = None if self.rebalancer is None or message is not None else self.rebalancer.next_placement(step)
-            message = message if placement is None else {"placement": placement.to_json()}
-            self._announcement = step, None if message is None else json.dumps(message).encode()
-        return self._announcement[1]
-
     def _changes(self, step: int) -> dict[str, Any] | None:
         """The arguments of `StepCommit.change`, with the homes of newcomers; None without changes."""
         lifecycle = self.lifecycle
@@ -267,18 +276,6 @@ class ExpertClient:
             "changes": [change.to_json() for change in lifecycle.pending], "homes": homes,
             "table": lifecycle.next_table(step).hash(),
         }  # fmt: skip
-
-    def _fill_in_vote(self, vector: Tensor, local: LocalStep) -> None:
-        """Fill in this worker's part of the vote, with one read from the device."""
-        scale = torch.ones_like(local.sum_of_squares) if local.inverse_scale is None else local.inverse_scale
-        own = torch.stack([local.sum_of_squares, local.nonfinite.double(), scale.double()])
-        counts = own[:0] if local.counts is None else local.counts.double()
-        squares, nonfinite, inverse_scale, *routed = torch.cat([own, counts]).tolist()
-        self.layout.put(vector, nonfinite=nonfinite)
-        if self.member.rank == 0:  # the trunk's gradients are already equal on every worker: they count once
-            self.layout.put(vector, trunk=squares, inverse_scale=inverse_scale, lr=local.lr)
-        if routed:
-            vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
 
     def discard(self) -> None:
         """Forget the gradients and passes of a step that is not committed, on all members."""

@@ -114,9 +114,8 @@ class ExpertDirectory:
 
     def _start_host(self, index: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
-        options["scheduling_strategy"] = (
-            "SPREAD"  # a Ray of this machine, which may have been started with several nodes
-        )
+        # for a Ray of this machine, which may have been started with several nodes
+        options["scheduling_strategy"] = "SPREAD"
         if self._group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=self._first_bundle + index

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -28,7 +28,6 @@ from experts.placement.policy import PlacementRules
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.ray_private import free_by_node
 from raytrain.execution.telemetry import HostTelemetry
-from raytrain.plan.choice import Resolved
 from raytrain.plan.expert_hosts import kinds_of_hosts, separate_hosts
 from raytrain.plan.plan import Plan
 from raytrain.plan.room import TYPE_SHARE, Need, missing
@@ -235,19 +234,19 @@ def start_hosts(
         limits: of each host's process; None for none.
         telemetry: of the nodes that only hosts are on; None for none.
     """
-    hosts = _value(plan.hosts)
+    hosts = plan.hosts.value_or(None)
     if hosts in ("none", 0):
         return HostsOfRun(None)
     if hosts == "colocated":
         dtype = str(plan.precision.candidates[0])
-        device, shared = _value(plan.device), plan.per_gpu > 1
+        device, shared = plan.device.value_or(None), plan.per_gpu > 1
         return HostsOfRun(ColocatedConnection(run.path, interface, device, dtype, through_host=shared))
     reservation = None if local else Reservation(request_of(plan, run.path), begin=begin)
     begin("starting the expert hosts")
-    number, on_gpu = len(kinds_of_hosts(hosts)), _value(plan.device) == "cuda"
-    threads = int(_value(plan.threads) or 1)
+    number, on_gpu = len(kinds_of_hosts(hosts)), plan.device.value_or(None) == "cuda"
+    threads = int(plan.threads.value_or(None) or 1)
     directory = _start_directory(
-        2 * int(_value(plan.workers)) + 4 * number + 8, hosts=number, threads=threads,
+        2 * int(plan.workers.value_or(None)) + 4 * number + 8, hosts=number, threads=threads,
         gpus=plan.gpu_share if on_gpu else 0, loopback=local, interface=interface, retry=retry,
         group=None if reservation is None else reservation.group, dtype=str(plan.precision.candidates[0]),
         speeds=recorded_speeds(run.path), limits=limits, telemetry=telemetry,
@@ -276,23 +275,18 @@ def _start_directory(concurrency: int, *, retry: RetryConfig, **named: Any) -> A
     return directory
 
 
-def _value(choice: Any) -> Any:
-    assert isinstance(choice, Resolved)
-    return choice.value
-
-
 def request_of(plan: Plan, run: str = "", *, workers: int | None = None) -> Request:
     """What expert hosts and workers of a plan, or so many workers, need of a cluster; `run` is the path of the run."""
     from raytrain.execution.trainer import accelerator_type, workers_need
 
-    gpu, threads = plan.gpu_share if _value(plan.device) == "cuda" else 0, int(_value(plan.threads) or 1)
+    gpu, threads = plan.gpu_share if plan.device.value_or(None) == "cuda" else 0, int(plan.threads.value_or(None) or 1)
     worker, kind = workers_need(plan, 1).each, accelerator_type(plan, local=False)
-    kinds = kinds_of_hosts(_value(plan.hosts)) if separate_hosts(plan.hosts) else []
+    kinds = kinds_of_hosts(plan.hosts.value_or(None)) if separate_hosts(plan.hosts) else []
     return Request(
         # a host without a type of its own is on the GPUs that scale.accelerator names, as the workers are
         hosts=[_bundle(own or kind, gpu=gpu, threads=threads) for own in kinds],
-        workers=[dict(worker) for _ in range(workers or int(_value(plan.workers)))],
-        strategy=_value(plan.placement),
+        workers=[dict(worker) for _ in range(workers or int(plan.workers.value_or(None)))],
+        strategy=plan.placement.value_or(None),
         name=f"the run {run}",
     )
 
@@ -307,9 +301,20 @@ def _bundle(kind: str | None, *, gpu: float, threads: int) -> Bundle:
 # ---------------------------------------------------------------- inference
 
 
-@dataclass(frozen=True)
-class HostsOfReplica:
-    """What the `hosts` of every inference worker are started with, see `ExpertDirectory`; `folder` is the job's."""
+@dataclass(eq=False)
+class ReplicaConnection:
+    """An inference worker's connection; implements `experts.exchange.membership.Connection`.
+
+    In training the workers of a run share hosts, and call every operation together. Workers that answer take rows at
+    their own pace, so each has hosts of its own, like the stages of a divided model. The directory is started by the
+    first `join` and kept by later ones: after the death of a host only that one is started again. It ends with this
+    process, which owns it, and its hosts with it.
+
+    Its process must be the actor of bundle 0 of a placement group, which has a bundle for each host after it. The
+    attributes are those of `ExpertDirectory`; `folder` is the job's.
+    """
+
+    trains = False
 
     hosts: int
     threads: int
@@ -320,24 +325,7 @@ class HostsOfReplica:
     limits: ProcessLimits
     retry: RetryConfig
     folder: str
-
-
-class ReplicaConnection:
-    """An inference worker's connection; implements `experts.exchange.membership.Connection`.
-
-    In training the workers of a run share hosts, and call every operation together. Workers that answer take rows at
-    their own pace, so each has hosts of its own, like the stages of a divided model. The directory is started by the
-    first `join` and kept by later ones: after the death of a host only that one is started again. It ends with this
-    process, which owns it, and its hosts with it.
-
-    Its process must be the actor of bundle 0 of a placement group, which has a bundle for each host after it.
-    """
-
-    trains = False
-
-    def __init__(self, about: HostsOfReplica) -> None:
-        self._about = about
-        self._directory: Any = None
+    _directory: Any = field(default=None, init=False)
 
     def close(self) -> None:
         """End the directory and the hosts that it owns."""
@@ -348,11 +336,10 @@ class ReplicaConnection:
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Any, Membership]:
         """See `Connection`; nothing is trained, and experts stay where they are."""
         if self._directory is None:
-            about = self._about
             self._directory = _start_directory(
-                4 * about.hosts + 10, hosts=about.hosts, threads=about.threads, gpus=about.gpus,
-                loopback=about.loopback, interface=about.interface, group=get_current_placement_group(),
-                first_bundle=1, retry=about.retry, dtype=about.dtype, limits=about.limits,
+                4 * self.hosts + 10, hosts=self.hosts, threads=self.threads, gpus=self.gpus,
+                loopback=self.loopback, interface=self.interface, group=get_current_placement_group(),
+                first_bundle=1, retry=self.retry, dtype=self.dtype, limits=self.limits,
             )  # fmt: skip
         rules = replace(rules, every=None, trains=False)
-        return join_directory(self._directory, shapes, rules, rank=0, workers=1, run_path=self._about.folder)
+        return join_directory(self._directory, shapes, rules, rank=0, workers=1, run_path=self.folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,30 +63,24 @@ def noise_of(table: ExpertTable, change: Change, *, step: int, part: str) -> tor
 # ---------------------------------------------------------------- experts
 
 
-class NeededState(NamedTuple):
-    """A state that the slot `target` of its layer is made from, which may be in another process."""
-
-    source: Key
-    target: Key
-
-
-def needed_states(changes: Iterable[Change], table: ExpertTable) -> list[NeededState]:
-    """What changes read besides the slots that they write: parents, and experts that go in a merge."""
+def needed_states(changes: Iterable[Change], table: ExpertTable) -> list[tuple[Key, Key]]:
+    """What changes read besides the slots that they write, parents and experts that go in a merge: (its slot, the slot
+    that is made from it). The former may be in another process."""
     found = []
     for change in changes:
         layer = change.layer
         if change.kind == "birth":
             assert change.slot is not None
-            found.append(NeededState((layer, table.slot(layer, change.ids[0])), (layer, change.slot)))
+            found.append(((layer, table.slot(layer, change.ids[0])), (layer, change.slot)))
         elif change.kind == "merge":
             kept, gone = (table.slot(layer, expert) for expert in change.ids)
-            found.append(NeededState((layer, gone), (layer, kept)))
+            found.append(((layer, gone), (layer, kept)))
     return found
 
 
 def change_experts(
     slot: Slot, optimizers: Optimizers, changes: Sequence[Change], table: ExpertTable, *, step: int,
-    held: Callable[[Key], bool] = lambda _key: True, fetched: Mapping[NeededState, State] | None = None,
+    held: Callable[[Key], bool] = lambda _key: True, fetched: Mapping[tuple[Key, Key], State] | None = None,
 ) -> None:  # fmt: skip
     """Carry out changes in the experts held here; `table` is that of before them.
 
@@ -99,7 +93,7 @@ def change_experts(
         if held(source):
             return state_of(*slot(source), optimizers)
         assert fetched is not None
-        return fetched[NeededState(source, target)]
+        return fetched[source, target]
 
     def write(target: Key, state: State) -> None:
         load_state(*slot(target), optimizers, state)

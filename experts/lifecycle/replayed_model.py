@@ -67,20 +67,13 @@ class Recorder:
         return rows
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a model returned: `logits` (B, ..., C), and the sum of its auxiliary losses, or None."""
-
-    logits: Tensor
-    aux: Tensor | None
-
-
-def answer_of(training: TrainingStep, batch: Batch) -> Answer:
-    """Run a model that returns a dict with "logits", or a tuple (outputs, aux), without labels."""
+def answer_of(training: TrainingStep, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """(logits (B, ..., C), the sum of the auxiliary losses or None) of a model that returns a dict with "logits", or a
+    tuple of both, without labels."""
     module = training.trainable.module
     with training.policy.autocast(training.device):
         found = module(**{name: value for name, value in batch.items() if name != "labels"})
-    return Answer(*found) if isinstance(found, tuple) else Answer(found["logits"], found.get("aux"))
+    return found if isinstance(found, tuple) else (found["logits"], found.get("aux"))
 
 
 def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -183,7 +176,7 @@ class ReplayedModel:
         found = []
         with torch.no_grad(), in_eval(self.training.trainable.module):
             for part in batches(batch, self.at_once):
-                found.append(row_losses(answer_of(self.training, part).logits, part["labels"]).cpu())
+                found.append(row_losses(answer_of(self.training, part)[0], part["labels"]).cpu())
         return torch.cat(found)
 
     def loss(self, batch: Batch) -> float:
@@ -224,11 +217,11 @@ class ReplayedModel:
         training.gradients.zero_()
         for number, micro in enumerate(micros):
             goal = micro.batch.pop(TEACHER)
-            answer = answer_of(training, micro.batch)
-            loss = _divergence(answer.logits.float(), goal, micro.batch["labels"])
+            logits, aux = answer_of(training, micro.batch)
+            loss = _divergence(logits.float(), goal, micro.batch["labels"])
             total = loss * (micro.weight / weight)
-            if answer.aux is not None:  # a mean over all rows, as they have no labels here
-                total = total + answer.aux * (rows(micro.batch) / size)
+            if aux is not None:  # a mean over all rows, as they have no labels here
+                total = total + aux * (rows(micro.batch) / size)
             training.gradients.several = number > 0 or not micro.last
             training.gradients.attach()
             training.scale.scale(total).backward()
@@ -266,16 +259,17 @@ class ReplayedModel:
             stack.enter_context(in_eval(module))
             for part in batches(batch, self.at_once):
                 answer_of(self.training, part)
-        seen = zip(self.routers, inputs, chosen, strict=True)
-        return [self._layer_view(router, torch.cat(x), torch.cat(picked)) for router, x, picked in seen if x]
-
-    def _layer_view(self, router: TopKRouter, x_BSD: Tensor, chosen_TK: Tensor) -> LayerView:
-        tokens = x_BSD.shape[0] * x_BSD.shape[1]
-        picked = torch.arange(0, tokens, max(1, -(-tokens // MEASURED_TOKENS)), device=x_BSD.device)
-        x_TD = x_BSD.reshape(tokens, -1)[picked]
-        scores = router.scores(x_TD.unsqueeze(1)).squeeze(1)
-        row_T = (picked // x_BSD.shape[1]).cpu()
-        return LayerView(x_TD.float(), scores.double().cpu(), chosen_TK[picked].cpu(), row_T)
+        views = []
+        for router, parts, choices in zip(self.routers, inputs, chosen, strict=True):
+            if parts:
+                x_BSD, chosen_TK = torch.cat(parts), torch.cat(choices)
+                tokens = x_BSD.shape[0] * x_BSD.shape[1]
+                picked = torch.arange(0, tokens, max(1, -(-tokens // MEASURED_TOKENS)), device=x_BSD.device)
+                x_TD = x_BSD.reshape(tokens, -1)[picked]
+                scores = router.scores(x_TD.unsqueeze(1)).squeeze(1)
+                row_T = (picked // x_BSD.shape[1]).cpu()
+                views.append(LayerView(x_TD.float(), scores.double().cpu(), chosen_TK[picked].cpu(), row_T))
+        return views
 
     @torch.no_grad()
     def outputs(self, layer: int, x_TD: Tensor) -> Tensor:

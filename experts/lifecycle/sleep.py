@@ -149,7 +149,7 @@ class SleepCycle:
             return
         if own is not None and self.replay_config.targets == "teacher":
             with torch.no_grad(), in_eval(training.trainable.module):
-                own[TEACHER] = answer_of(training, own).logits.float()
+                own[TEACHER] = answer_of(training, own)[0].float()
         parts = [own]
         if training.workers.world_size > 1:
             held = {name: value.detach().cpu().contiguous() for name, value in (own or {}).items()}
@@ -267,13 +267,26 @@ class SleepCycle:
         losses = model.losses(held)
         self.reservoir.update(picked, row_uncertainty(losses))
         found.loss_replayed = float(losses.double().mean())
-        links = [
-            link for layer, view in enumerate(model.view(held)) for link in self._tidy(model, found, held, layer, view)
-        ]
+        links = list[Link]()
+        for layer, view in enumerate(model.view(held)):
+            self._merge(model, found, held, layer, view)
+            for change in policy.prunes(self.living.table, self.config, layer=layer, step=model.step, least=self.least):
+                slot = self.living.table.slot(layer, change.ids[0])
+                found.pruned_share += float(view.scores_TE[:, slot].mean())
+                model.apply(change)
+                self._stays(change, model.step)
+                found.pruned += 1
+            links += self._split(model, found, held, layer)
         self._specialist(model, found, held, teacher)
         found.loss_after = model.loss(held)
         links += self._look(model, found, held)
-        self._adapt(found)
+        births = sum(next_id - self._first for next_id in self.living.table.next_ids)
+        now = self.living.threshold if self.living.threshold is not None else self.config.birth.uncertainty
+        steps = (found.step - self._before) * len(self.routers)
+        room = any(number < (self.config.max_experts or 0) for number in self._living())
+        if now > 0 and room:  # at 0 a layer is filled whatever the router says; a full one has no births to steer
+            self.living.threshold = next_threshold(now, births=births - self.births_before, steps=steps)
+        self.births_before, found.threshold = births, self.living.threshold
         alive = self.graph.experts
         self.graph.renew([one for one in links if (one.layer, one.one) in alive and (one.layer, one.other) in alive])
         self.graph.fade(links)
@@ -286,17 +299,6 @@ class SleepCycle:
         found.graph = self.graph.to_json()
 
     # -- the parts of a cycle -----------------------------------------------------------------------
-
-    def _tidy(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> list[Link]:
-        """Merge twins, prune the dormant and move overlapping experts apart, in one layer."""
-        self._merge(model, found, held, layer, view)
-        for change in policy.prunes(self.living.table, self.config, layer=layer, step=model.step, least=self.least):
-            slot = self.living.table.slot(layer, change.ids[0])
-            found.pruned_share += float(view.scores_TE[:, slot].mean())
-            model.apply(change)
-            self._stays(change, model.step)
-            found.pruned += 1
-        return self._split(model, found, held, layer)
 
     def _merge(self, model: ReplayedModel, found: CycleRecord, held: Batch, layer: int, view: LayerView) -> None:
         wanted = self.config.merge.similarity
@@ -444,25 +446,12 @@ class SleepCycle:
                     model.apply(change)
             found.rates.append(rates)
             found.load.append({row.id: float((first == row.slot).double().mean()) for row in living})
-            found.drift.append(self._drift(layer, view.x_TD))
+            x = view.x_TD.double().cpu()  # how far its centre has moved since the last cycle, over the spread
+            centre, before = x.mean(0), self._centres[layer]
+            self._centres[layer] = centre
+            spread = float((x - centre).norm(dim=1).mean())
+            found.drift.append(None if before is None else float((centre - before).norm()) / max(spread, 1e-12))
         return links
-
-    def _drift(self, layer: int, x_TD: Tensor) -> float | None:
-        """How far the centre of the layer's replayed inputs has moved since the last cycle, over their spread."""
-        x = x_TD.double().cpu()
-        centre, before = x.mean(0), self._centres[layer]
-        self._centres[layer] = centre
-        spread = float((x - centre).norm(dim=1).mean())
-        return None if before is None else float((centre - before).norm()) / max(spread, 1e-12)
-
-    def _adapt(self, found: CycleRecord) -> None:
-        births = sum(next_id - self._first for next_id in self.living.table.next_ids)
-        now = self.living.threshold if self.living.threshold is not None else self.config.birth.uncertainty
-        steps = (found.step - self._before) * len(self.routers)
-        room = any(number < (self.config.max_experts or 0) for number in self._living())
-        if now > 0 and room:  # at 0 a layer is filled whatever the router says; a full one has no births to steer
-            self.living.threshold = next_threshold(now, births=births - self.births_before, steps=steps)
-        self.births_before, found.threshold = births, self.living.threshold
 
     def _stays(self, change: Change, step: int) -> None:
         self.took([change])

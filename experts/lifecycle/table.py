@@ -151,34 +151,33 @@ class ExpertTable:
         unknown or doubled id, or an occupied slot."""
         table = self
         for change in changes:
-            table = table._after(change, step)
+            layer, rows = change.layer, list(table.layers[change.layer])
+            known = {row.id: place for place, row in enumerate(rows)}
+            present = change.ids[:1] if change.kind == "birth" else change.ids
+            if any(one not in known for one in present) or len(set(change.ids)) < len(change.ids):
+                raise ValueError(f"{change} of experts that are not all alive: layer {layer} has {list(known)}")
+            next_ids, born = list(table.next_ids), list(table.born)
+            first = known[change.ids[0]]
+            if change.kind == "birth":
+                parent, newcomer = change.ids
+                if change.slot not in table.free_slots(layer) or newcomer != table.next_ids[layer]:
+                    free, wanted = table.free_slots(layer), table.next_ids[layer]
+                    raise ValueError(f"{change}: expected expert {wanted} in one of the empty slots {free}")
+                rows.append(ExpertRow(newcomer, change.slot, born=step, parent=parent, used=step))
+                next_ids[layer], born[layer] = newcomer + 1, step
+            elif change.kind == "merge":
+                gone = rows[known[change.ids[1]]]
+                rows[first] = replace(
+                    rows[first], uses=rows[first].uses + gone.uses, used=max(rows[first].used, gone.used)
+                )
+                rows.remove(gone)
+            elif change.kind == "prune":
+                del rows[first]
+            else:
+                rows[first] = replace(rows[first], rate=change.factor)
+            layers = (*table.layers[:layer], tuple(rows), *table.layers[layer + 1 :])
+            table = replace(table, layers=layers, next_ids=tuple(next_ids), born=tuple(born))
         return table
-
-    def _after(self, change: Change, step: int) -> ExpertTable:
-        layer, rows = change.layer, list(self.layers[change.layer])
-        known = {row.id: place for place, row in enumerate(rows)}
-        present = change.ids[:1] if change.kind == "birth" else change.ids
-        if any(one not in known for one in present) or len(set(change.ids)) < len(change.ids):
-            raise ValueError(f"{change} of experts that are not all alive: layer {layer} has {list(known)}")
-        next_ids, born = list(self.next_ids), list(self.born)
-        first = known[change.ids[0]]
-        if change.kind == "birth":
-            parent, newcomer = change.ids
-            if change.slot not in self.free_slots(layer) or newcomer != self.next_ids[layer]:
-                free, wanted = self.free_slots(layer), self.next_ids[layer]
-                raise ValueError(f"{change}: expected expert {wanted} in one of the empty slots {free}")
-            rows.append(ExpertRow(newcomer, change.slot, born=step, parent=parent, used=step))
-            next_ids[layer], born[layer] = newcomer + 1, step
-        elif change.kind == "merge":
-            gone = rows[known[change.ids[1]]]
-            rows[first] = replace(rows[first], uses=rows[first].uses + gone.uses, used=max(rows[first].used, gone.used))
-            rows.remove(gone)
-        elif change.kind == "prune":
-            del rows[first]
-        else:
-            rows[first] = replace(rows[first], rate=change.factor)
-        layers = (*self.layers[:layer], tuple(rows), *self.layers[layer + 1 :])
-        return replace(self, layers=layers, next_ids=tuple(next_ids), born=tuple(born))
 
     def hash(self) -> int:
         """`HASH_BITS` bits that are equal where the living experts, their slots and their rates are."""

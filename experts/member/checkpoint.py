@@ -92,7 +92,10 @@ class ExpertFiles:
         for name, keys in wanted.items():
             tensors = self._tensors_of(folder, name)
             for key in keys:
-                state = state_in(tensors, key, name)
+                prefix = f"{key[0]}.{key[1]}."
+                state = {field[len(prefix) :]: value for field, value in tensors.items() if field.startswith(prefix)}
+                if not state:
+                    raise CheckpointError(f"{name} lacks layer {key[0]} expert {key[1]}, which its manifest names")
                 for field, shape in shard.shapes[key[0]].weights(key[1]).items():
                     seen = tuple(state[field].shape) if field in state else None
                     if seen != shape:
@@ -152,15 +155,6 @@ def read_tensors_of(folder: str, name: str) -> dict[str, Tensor]:
     """Read the tensors of one file of a checkpoint, in local or remote storage."""
     with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
         return read_tensors(open_store(folder).local_copy(name, scratch))
-
-
-def state_in(tensors: Mapping[str, Tensor], key: Key, name: str) -> dict[str, Tensor]:
-    """Select the state of one expert from a file's tensors."""
-    prefix = f"{key[0]}.{key[1]}."
-    state = {field[len(prefix) :]: value for field, value in tensors.items() if field.startswith(prefix)}
-    if not state:
-        raise CheckpointError(f"{name} lacks layer {key[0]} expert {key[1]}, which its manifest names")
-    return state
 
 
 def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> dict[str, Any]:

@@ -271,14 +271,12 @@ class StepCommit:
                 self.shard.switch(moved, {})
             self.placement = moved
         needed = needed_states(wanted, before)
-        transfers = {
-            one: Transfer(one.source, moved.home_of(*one.source), moved.home_of(*one.target)) for one in needed
-        }
+        transfers = {one: Transfer(one[0], moved.home_of(*one[0]), moved.home_of(*one[1])) for one in needed}
         arrived = self.migration.fetch(self.shard, [one for one in transfers.values() if one.source != one.target])
         if self.shard is None:
             return
         mine = set(self.shard.homes())
-        fetched = {one: arrived[one.source] for one in needed if one.source in arrived}
+        fetched = {one: arrived[one[0]] for one in needed if one[0] in arrived}
         change_experts(
             self.shard.slot, self.shard.optimizers, wanted, before, step=step, held=mine.__contains__, fetched=fetched
         )

@@ -111,11 +111,6 @@ class LayerShard:
         assert stack is not None
         return stack.slot(place if place < self.num_homes else place - self.num_homes)
 
-    def weights_of(self, expert: int) -> dict[str, Tensor]:
-        """Weights of an expert held here, by name; views."""
-        stack, place = self.slot(expert)
-        return stack.weights_of(place)
-
     def gradients_of(self, expert: int) -> dict[str, Tensor]:
         """Gradients of the trained weights of an expert held here, by name; views."""
         stack, place = self.slot(expert)
@@ -382,7 +377,8 @@ class ExpertShard:
 
     def weights_of(self, key: Key) -> dict[str, Tensor]:
         """Weights of an expert held here, by name; views."""
-        return self.layers[key[0]].weights_of(key[1])
+        stack, place = self.slot(key)
+        return stack.weights_of(place)
 
     def set_weights(self, key: Key, weights: Mapping[str, Tensor]) -> None:
         """Copy weights in."""
@@ -414,7 +410,15 @@ class ExpertShard:
             for layer, (old, new) in enumerate(zip(self.placement.layers, placement.layers, strict=True))
             if old.copies != new.copies
         ]
-        kept, gradients = self._carried(placement, changed)
+        kept, gradients = {}, {}  # states that stay at home here, gradients of all whose new home is here
+        for layer in changed:
+            own = self.layers[layer]
+            for expert in own.experts:
+                if placement.home_of(layer, expert) != self.host:
+                    continue
+                if self.placement.home_of(layer, expert) == self.host:
+                    kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
+                gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
         states = {parameter: held for optimizer in self.optimizers for parameter, held in optimizer.state.items()}
         self.placement = placement
         for layer in changed:
@@ -430,18 +434,3 @@ class ExpertShard:
         for (layer, expert), values in gradients.items():
             for name, view in self.layers[layer].gradients_of(expert).items():
                 view.copy_(values[name])
-
-    def _carried(
-        self, placement: Placement, changed: list[int]
-    ) -> tuple[dict[Key, dict[str, Tensor]], dict[Key, dict[str, Tensor]]]:
-        """Copies of (state of the experts that stay at home here, gradients of all whose new home is here)."""
-        kept, gradients = {}, {}
-        for layer in changed:
-            own = self.layers[layer]
-            for expert in own.experts:
-                if placement.home_of(layer, expert) != self.host:
-                    continue
-                if self.placement.home_of(layer, expert) == self.host:
-                    kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
-                gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
-        return kept, gradients

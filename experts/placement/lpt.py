@@ -58,11 +58,7 @@ class LayerProblem:
 
 
 class OutOfRoom(Exception):
-    """No host has room for `expert`."""
-
-    def __init__(self, expert: int) -> None:
-        super().__init__(f"no host has room for expert {expert}")
-        self.expert = expert
+    """No host has room for the expert of this number."""
 
 
 Change = list[tuple[int, list[int]]]
@@ -293,17 +289,12 @@ class LocalSearch:
                 self.budget -= 1
                 continue
             found = self._evaluate(change)
-            if self._better(found):
+            faster, alike = found.level < self.now.level * (1 - WORTH), found.level <= self.now.level * (1 + 1e-9)
+            if faster or (alike and self._spread(found) < self._spread(self.now) * (1 - 1e-4)):  # the load more even
                 self.now = found
                 return True
             self.layout.apply(back)
         return False
-
-    def _better(self, found: WorkSplit) -> bool:
-        """Whether the slowest host is faster; or equal, and the load more even."""
-        if found.level < self.now.level * (1 - WORTH):
-            return True
-        return found.level <= self.now.level * (1 + 1e-9) and self._spread(found) < self._spread(self.now) * (1 - 1e-4)
 
     def _spread(self, split: WorkSplit) -> float:
         return sum(load * load / speed for load, speed in zip(split.loads, self.task.speeds, strict=True))
@@ -315,7 +306,14 @@ class LocalSearch:
         top = loads[order[0]] / speeds[order[0]] * (1 - 1e-6)
         high = [host for host in order if loads[host] / speeds[host] >= top][:BREADTH]
         low = order[::-1][:BREADTH]
-        held = self._held()
+        # the copies of every host, largest first: (expert, its part)
+        held: list[list[tuple[int, float]]] = [[] for _ in self.task.speeds]
+        for expert, hosts in enumerate(self.layout.copies):
+            parts = self.now.parts.get(expert)
+            for position, host in enumerate(hosts):
+                held[host].append((expert, self.task.work[expert] if parts is None else parts[position]))
+        for own in held:
+            own.sort(key=lambda item: (-item[1], item[0]))
         replicas = sorted(
             (self.now.parts[e][p], e, host) for e, hosts in enumerate(copies) for p, host in enumerate(hosts) if p
         )[: BREADTH // 2]
@@ -351,17 +349,6 @@ class LocalSearch:
     def _estimate(self, g: int, h: int, amount: float) -> float:
         loads, speeds = self.now.loads, self.task.speeds
         return max((loads[g] - amount) / speeds[g], (loads[h] + amount) / speeds[h])
-
-    def _held(self) -> list[list[tuple[int, float]]]:
-        """The copies of every host, largest first: (expert, its part)."""
-        found: list[list[tuple[int, float]]] = [[] for _ in self.task.speeds]
-        for expert, hosts in enumerate(self.layout.copies):
-            parts = self.now.parts.get(expert)
-            for position, host in enumerate(hosts):
-                found[host].append((expert, self.task.work[expert] if parts is None else parts[position]))
-        for held in found:
-            held.sort(key=lambda item: (-item[1], item[0]))
-        return found
 
 
 def _swap(hosts: list[int], old: int, new: int) -> list[int]:

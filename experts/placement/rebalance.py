@@ -99,33 +99,21 @@ def decide(
         amount = sum(move.bytes for move in moves if move.kind == "home")
         gain = now / then if then > 0 else 1.0
         saved, cost = steps_until_next * step_s * (1 - 1 / gain), amount / bytes_per_s
-        offers.append(_Candidate(candidate, moves, gain, amount, saved, cost))
-    good = [offer for offer in offers if offer.gain >= MARGIN and offer.saved >= PAYS_BACK * offer.cost]
-    best = max(good or offers, key=lambda offer: offer.saved - offer.cost if good else offer.gain)
-    less, takes = (seconds_text(spent, digits=3) for spent in (best.saved, best.cost))
+        offers.append((saved, cost, RebalanceDecision(action_of(moves), candidate, moves, gain, amount, "")))
+    good = [offer for offer in offers if offer[2].gain >= MARGIN and offer[0] >= PAYS_BACK * offer[1]]
+    saved, cost, best = max(good or offers, key=lambda offer: offer[0] - offer[1] if good else offer[2].gain)
+    less, takes = (seconds_text(spent, digits=3) for spent in (saved, cost))
     numbers = (
         f"the experts of a step {best.gain:.3f} times as fast, {less} in {steps_until_next} steps; "
         f"{best.bytes} bytes take {takes}"
     )
     if good:
-        return RebalanceDecision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, numbers)
+        return replace(best, reason=numbers)
     if best.gain < MARGIN:
         why = f"{numbers}: less than {MARGIN:g} times is within the drift"
     else:
         why = f"{numbers}: the seconds saved must be {PAYS_BACK:g} times that"
     return RebalanceDecision("keep", current, (), best.gain, best.bytes, why)
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A candidate, with its savings and cost in seconds."""
-
-    placement: Placement
-    moves: tuple[Move, ...]
-    gain: float
-    bytes: int
-    saved: float
-    cost: float
 
 
 def _without_home_moves(

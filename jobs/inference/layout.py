@@ -246,12 +246,12 @@ def _checked(target: Target, choice: HostChoice) -> HostChoice:
 def with_hosts(model: InferenceModel, planned: InferencePlan, *, loopback: bool) -> InferenceModel:
     """The model with experts on hosts that its worker starts. `loopback`: the cluster is this machine alone."""
     from experts.hosts.host import ProcessLimits
-    from experts.hosts.reserve import HostsOfReplica, ReplicaConnection
+    from experts.hosts.reserve import ReplicaConnection
 
     spec, on_gpu = planned.target.spec, planned.target.machines.on_gpu
-    about = HostsOfReplica(
+    connection = ReplicaConnection(
         hosts=planned.hosts.hosts, threads=planned.threads, gpus=int(on_gpu), loopback=loopback,
         interface=spec.cluster.interface, dtype=model.dtype, retry=spec.retry, folder=planned.output.path,
         limits=ProcessLimits(spec.cluster.memory_fraction, spec.cluster.memory_limit),
     )  # fmt: skip
-    return replace(model, sections={**model.sections, "experts": spec.experts.connected(ReplicaConnection(about))})
+    return replace(model, sections={**model.sections, "experts": spec.experts.connected(connection)})

@@ -107,14 +107,13 @@ class OpenSection(Section):
         if type(self) is not type(other) or not isinstance(other, OpenSection):
             return NotImplemented
         mine, theirs = dict(self.__dict__), dict(other.__dict__)
-        pairs = [(mine.pop(name), theirs.pop(name)) for name in self.objects]
-        return all(_same_object(*pair) for pair in pairs) and mine == theirs and self.keys == other.keys
+        for name in self.objects:
+            left, right = mine.pop(name), theirs.pop(name)
+            if left is not right and not (isinstance(left, str) and isinstance(right, str) and left == right):
+                return False
+        return mine == theirs and self.keys == other.keys
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _same_object(left: Any, right: Any) -> bool:
-    return left is right or (isinstance(left, str) and isinstance(right, str) and left == right)
 
 
 class ModelConfig(OpenSection):

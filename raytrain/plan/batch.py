@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cluster.wording import counted
 from raytrain.config.sections import DataConfig, LoopConfig, OptimConfig, SaveConfig, ScaleConfig
@@ -64,13 +63,6 @@ def one_worker_for_whole(scale: ScaleConfig, loop: LoopConfig) -> tuple[ScaleCon
         )  # fmt: skip
     why = "" if scale.workers == 1 else "loop.micro_batch_size whole: one worker computes the whole global batch"
     return scale.model_copy(update={"workers": 1}), why
-
-
-def rows_read(loop: LoopConfig) -> int | None:
-    """The rows that a run trains on at most, each counted as often as it is used; None if it runs for epochs."""
-    if loop.max_steps is None or loop.global_batch_size == "auto":
-        return None
-    return loop.max_steps * loop.global_batch_size
 
 
 def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1) -> dict[str, Resolved]:
@@ -198,24 +190,6 @@ def choose_eval_every(
     if every >= run:
         return Resolved(run, "only at the end of the run: the run is short compared with an evaluation")
     return Resolved(every, f"{run // every} times, within {EVAL_SHARE:.0%} of a run of under two epochs")
-
-
-def choose_saving(
-    save: SaveConfig, loop: LoopConfig, length: Mapping[str, Choice], *, data_facts: DataFacts | None, hosts: Resolved,
-    shards: int,
-) -> dict[str, Any]:  # fmt: skip
-    """eval_every, checkpoint_every, best_saves and export; `length` as `choose_length` returns it, `shards` of the
-    model. Raises InputError as `choose_export`."""
-    eval_every = choose_eval_every(loop, data_facts=data_facts, **length)
-    bounds, why = (1, length["max_steps"].value_or(None)), "saving takes at most 3 % of the time"
-    why += ", and a failure loses at most ten minutes"
-    measured = Deferred("set from the measured cost of the first checkpoint", bounds, why)
-    return {
-        "eval_every": eval_every,
-        "checkpoint_every": measured if save.every == "auto" else Resolved(save.every, "save.every"),
-        "best_saves": choose_best_saves(save, eval_every, shared=shards > 1 or hosts.value not in ("none", 0)),
-        "export": choose_export(save, loop, data_facts=data_facts),
-    }
 
 
 def choose_best_saves(save: SaveConfig, eval_every: Choice, *, shared: bool) -> Choice | None:

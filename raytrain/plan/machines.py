@@ -212,15 +212,6 @@ def divided(gpus: Iterable[Device], per_gpu: int) -> tuple[Device, ...]:
     )  # fmt: skip
 
 
-def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
-    names = sorted({gpu.name for gpu in machines.gpus})
-    if len(names) > 1:
-        warnings.append(
-            f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
-            " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
-        )
-
-
 def warn_of_lesser_devices(cluster: ClusterConfig, machines: DevicePool, inventory: Inventory) -> list[str]:
     """A warning if a device that the job uses has less than it is meant for."""
     if machines.on_gpu:

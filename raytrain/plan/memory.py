@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raytrain.config.sections import LoopConfig, OptimConfig, PrecisionConfig, ScaleConfig
+from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved, size_text
 from raytrain.plan.facts import ExpertFacts, HeldExperts, ModelFacts, scaled_bytes
@@ -298,24 +298,6 @@ def advise_activation_checkpointing(
 # ---- scale.strategy: fsdp, where measurements are refused and a block is gathered at a time
 
 UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recover from an out-of-memory in place"
-
-
-def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
-    """Raises InputError for a choice that needs a measurement, since `fsdp` measures nothing."""
-    if scale.strategy == "fsdp" and precision.fp32_layers == "auto":
-        raise InputError(
-            "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
-            remedy=UNMEASURED,
-        )  # fmt: skip
-
-
-def precision_under_fsdp(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Choice:
-    """Under `fsdp`, the device alone decides a precision that other strategies measure."""
-    if scale.strategy != "fsdp" or not isinstance(chosen, Deferred):
-        return chosen
-    if on_gpu and "bf16" in chosen.bounds and chosen.reason.startswith("CUDA"):
-        return Resolved("bf16", f"{chosen.reason}; {UNMEASURED}")
-    return Resolved("fp32", f"{UNMEASURED}; set precision.dtype {chosen.bounds[0]} for half precision")
 
 
 def micro_batch_under_fsdp(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Choice]:

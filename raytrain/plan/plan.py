@@ -21,6 +21,7 @@ from raytrain.config.sections import (
     SaveConfig,
     ScaleConfig,
 )
+from raytrain.errors import InputError
 from raytrain.plan import batch, expert_hosts, memory, speed
 from raytrain.plan import machines as devices
 from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json, reason_of, value_text
@@ -234,7 +235,20 @@ def make_plan(inputs: PlanInputs) -> Plan:
         recomputed=inputs.recomputed, shards=shards,
     )  # fmt: skip
     allowed = allowed_bytes(cluster, left, inventory, workers=workers.value)
-    kept = _data_choices(inputs, allowed, estimate(rows=rows)["memory"], left, workers, warnings)
+    whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
+    model_bytes = estimate(rows=rows)["memory"].value_or(None)
+    room = batch.DataRoom(allowed, model_bytes=model_bytes, whole=whole, on_gpu=left.on_gpu)
+    counts, cores = spread(workers.value, left, inventory), devices.cores_of(inventory)
+    loaders = batch.choose_loaders(inputs.data, facts=data_facts, counts=counts, cores=cores, warnings=warnings)
+    reads = None  # for a run of whole epochs
+    if loop.max_steps is not None and loop.global_batch_size != "auto":
+        reads = loop.max_steps * loop.global_batch_size
+    kept = batch.choose_storage(
+        inputs.data, facts=data_facts, room=room, loaders=loaders, warnings=warnings, reads=reads
+    )
+    if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
+        loaders = Resolved(0, "rows are kept in memory")
+    kept["loader_workers"] = loaders
     estimates = estimate(rows=rows, resident=batch.resident_bytes(data_facts, kept))
     doubt = memory.reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     fixed = inputs.sharded or "sync_batchnorm" in choices
@@ -246,21 +260,33 @@ def make_plan(inputs: PlanInputs) -> Plan:
     )
     warnings += memory.advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
 
+    save = inputs.save
+    eval_every = batch.choose_eval_every(loop, data_facts=data_facts, **length)
+    measured = Deferred(
+        "set from the measured cost of the first checkpoint", (1, length["max_steps"].value_or(None)),
+        "saving takes at most 3 % of the time, and a failure loses at most ten minutes",
+    )  # fmt: skip
+    known: dict[str, Any] = {**choices, **updated, **length, **estimates, **kept}
     return Plan(
-        **choices, **updated, **length, **estimates, **kept,
+        **known,
         shares=choose_shares(scale, loop, left, inventory, {**choices, **batches}, hosts=hosts),
         fp32_layers=devices.choose_fp32_layers(inputs.precision, precision, warnings),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=batch.choose_warmup(optim, length["max_steps"], warnings),
         lr=batch.choose_lr(optim, global_batch=total),
-        **speed.choose_speed(
-            loop, optim, machines, choices["strategy"], max_steps=length["max_steps"],
+        optimizer_impl=speed.choose_optimizer_kernels(optim, machines, choices["strategy"]),
+        compile=speed.choose_compile(
+            loop, choices["strategy"], steps=length["max_steps"].value_or(None), on_gpu=machines.on_gpu,
             missing=inputs.compile_missing, warnings=warnings,
         ),
-        **batch.choose_saving(inputs.save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
+        cudnn_benchmark=speed.choose_cudnn_benchmark(loop, machines),
+        eval_every=eval_every,
+        checkpoint_every=measured if save.every == "auto" else Resolved(save.every, "save.every"),
+        best_saves=batch.choose_best_saves(save, eval_every, shared=shards > 1 or hosts.value not in ("none", 0)),
+        export=batch.choose_export(save, loop, data_facts=data_facts),
         hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {inputs.seed}"),
-        files=Resolved(join(inputs.save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
+        files=Resolved(join(save.dir, f"{inputs.name}-<UTC stamp>"), "save.dir and name"),
         inventory=inventory.to_json(),
     )  # fmt: skip
 
@@ -272,9 +298,24 @@ def _machine_choices(
     scale, inventory = inputs.scale, inputs.inventory
     warnings += devices.warn_of_lesser_devices(inputs.cluster, machines, inventory)
     if scale.shares == "equal":
-        devices.warn_of_mixed_gpus(left, warnings)
-    memory.refuse_unmeasured(scale, inputs.precision)
-    by_device = devices.choose_precision(inputs.precision, machines, inventory, warnings)
+        names = sorted({gpu.name for gpu in left.gpus})
+        if len(names) > 1:
+            warnings.append(
+                f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
+                " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
+            )
+    if scale.strategy == "fsdp" and inputs.precision.fp32_layers == "auto":
+        raise InputError(
+            "precision.fp32_layers", got="auto with scale.strategy fsdp", expected="a list of layers, or null",
+            remedy=memory.UNMEASURED,
+        )  # fmt: skip
+    precision = devices.choose_precision(inputs.precision, machines, inventory, warnings)
+    if scale.strategy == "fsdp" and isinstance(precision, Deferred):  # the device alone decides
+        if machines.on_gpu and "bf16" in precision.bounds and precision.reason.startswith("CUDA"):
+            precision = Resolved("bf16", f"{precision.reason}; {memory.UNMEASURED}")
+        else:
+            why = f"{memory.UNMEASURED}; set precision.dtype {precision.bounds[0]} for half precision"
+            precision = Resolved("fp32", why)
     counts = spread(workers.value, left, inventory)
     other_processes = expert_hosts.hosts_by_node(hosts, counts, machines, inventory)
     whole = machines.per_gpu == 1
@@ -297,23 +338,5 @@ def _machine_choices(
         "threads": devices.choose_threads(
             scale, counts, machines, inventory, warnings, other_processes=other_processes
         ),
-        "precision": memory.precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
+        "precision": precision,
     }
-
-
-def _data_choices(
-    inputs: PlanInputs, allowed: int | None, model_bytes: Choice, left: DevicePool, workers: Resolved,
-    warnings: list[str],
-) -> dict[str, Choice]:  # fmt: skip
-    """storage, loader_workers, and resident_rows where a part of the rows is kept; `model_bytes` are those of a worker
-    without data."""
-    data, facts, model_facts = inputs.data, inputs.data_facts, inputs.model_facts
-    whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
-    room = batch.DataRoom(allowed, model_bytes=model_bytes.value_or(None), whole=whole, on_gpu=left.on_gpu)
-    counts, cores = spread(workers.value, left, inputs.inventory), devices.cores_of(inputs.inventory)
-    loaders = batch.choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
-    reads = batch.rows_read(inputs.loop)
-    kept = batch.choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings, reads=reads)
-    if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
-        loaders = Resolved(0, "rows are kept in memory")
-    return {**kept, "loader_workers": loaders}

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from cluster.devices.inventory import Device, Inventory
+from cluster.devices.inventory import Inventory
 from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import WorkersChange
@@ -135,16 +135,11 @@ def choose_shares(
         )  # fmt: skip
     if loop.micro_batch_size != "auto" and accumulation == 1:
         return Resolved("equal", "each worker has at most one micro-batch: lower loop.micro_batch_size")
-    kinds = Counter(gpu.name for gpu in worker_gpus(workers, machines, inventory))
+    counts = spread(workers, machines, inventory)
+    here = {host: [gpu for node, found in machines.pool if node.host == host for gpu in found] for host in counts}
+    kinds = Counter(gpu.name for host, number in counts.items() for gpu in here[host][:number])
     there = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     return Deferred(MEASURED, (), f"{EVENLY}; {there or 'CPUs of unknown speed'}")
-
-
-def worker_gpus(workers: int, machines: DevicePool, inventory: Inventory) -> list[Device]:
-    """The GPUs that `workers` workers get, in rank order."""
-    counts = spread(workers, machines, inventory)
-    there = {host: [gpu for node, found in machines.pool if node.host == host for gpu in found] for host in counts}
-    return [gpu for host, number in counts.items() for gpu in there[host][:number]]
 
 
 # ---- scale.workers: [min, max]

@@ -5,8 +5,6 @@ The prediction multiplies what a step computes, updates and sends by the rates o
 
 from __future__ import annotations
 
-from typing import Any
-
 from cluster.wording import counted
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
@@ -15,20 +13,6 @@ from raytrain.plan.machines import DevicePool
 
 FEW_STEPS = 100
 """A run of fewer steps compiles nothing with `loop.compile: auto`, and does not even time an eager pass."""
-
-
-def choose_speed(
-    loop: LoopConfig, optim: OptimConfig, machines: DevicePool, strategy: Choice, *, max_steps: Choice,
-    missing: str | None, warnings: list[str],
-) -> dict[str, Any]:  # fmt: skip
-    """The choices of this module by name; arguments and errors as `choose_compile`."""
-    return {
-        "optimizer_impl": choose_optimizer_kernels(optim, machines, strategy),
-        "compile": choose_compile(
-            loop, strategy, steps=max_steps.value_or(None), on_gpu=machines.on_gpu, missing=missing, warnings=warnings
-        ),
-        "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
-    }
 
 
 def choose_compile(

@@ -100,21 +100,27 @@ def chart(
     if left == right:
         left, right = left - 0.5, right + 0.5
     low, high, above = _y_range(curves, from_zero=from_zero)
-    frame = _Frame(left, right, low, high)
+
+    def x_of(value: float) -> float:
+        return 1000 * (value - left) / (right - left)  # in the SVG, from 0 to 1000
+
+    def y_of(value: float) -> float:
+        return 1000 * (1 - (min(value, high) - low) / (high - low))  # values above the axis are clamped to it
+
     x_ticks = [x for x in ticks(left, right, 6) if at is not None or float(x).is_integer()]
     y_ticks = ticks(low, high, 5)
     note = f"<p class=note>{counted(above, 'point')} above the axis.</p>" if above else ""
-    lines = "".join(_svg_curve(curve, frame) for curve in curves)
-    grid = "".join(f'<path class="grid" d="M0 {frame.y(y):.1f}H1000"/>' for y in y_ticks)
+    lines = "".join(_svg_curve(curve, x_of, y_of) for curve in curves)
+    grid = "".join(f'<path class="grid" d="M0 {y_of(y):.1f}H1000"/>' for y in y_ticks)
     marks = [mark for mark in marks if left <= mark.x <= right]
     tops = {"restart": 0, "checkpoint": 970}
-    stems = "".join(f'<path class="{mark.kind}" d="M{frame.x(mark.x):.1f} {tops[mark.kind]}V1000"/>' for mark in marks)
+    stems = "".join(f'<path class="{mark.kind}" d="M{x_of(mark.x):.1f} {tops[mark.kind]}V1000"/>' for mark in marks)
     drawn = [curve for curve in curves if curve.style != "faint"]
     named = [(f"{curve.colour} {curve.style}", curve.label) for curve in drawn]
     named += sorted({(mark.kind, mark.kind) for mark in marks})
     tick, x_tick = tick or short, x_tick or short
-    labels = [f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks]
-    labels += [f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks]
+    labels = [f'<span class="yt" style="top:{y_of(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks]
+    labels += [f'<span class="xt" style="left:{x_of(x) / 10:.2f}%">{esc(x_tick(x))}</span>' for x in x_ticks]
     values = "; ".join(f"{one.label} from {write(one.points[0][1])} to {write(one.points[-1][1])}" for one in drawn)
     legend = "".join(f'<span><i class="key {kind}"></i>{esc(label)}</span>' for kind, label in named)
     return (
@@ -124,7 +130,7 @@ def chart(
         f'aria-label="{esc(title)}: {esc(values)}">{grid}<path class="axis" d="M0 1000H1000"/>'
         f"{stems}{lines}</svg>{''.join(labels)}"
         f'<span class="xl">{esc(x_label)}</span>'
-        f"{_bands(drawn, steps, marks, frame, write, at or (lambda x: f'step {int(x):,}'))}</div></figure>"
+        f"{_bands(drawn, steps, marks, x_of, write, at or (lambda x: f'step {int(x):,}'))}</div></figure>"
     )
 
 
@@ -149,22 +155,6 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Maps data coordinates to the range 0..1000 of the SVG; values above the axis are clamped to it."""
-
-    left: float
-    right: float
-    low: float
-    high: float
-
-    def x(self, value: float) -> float:
-        return 1000 * (value - self.left) / (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        return 1000 * (1 - (min(value, self.high) - self.low) / (self.high - self.low))
-
-
 def _y_range(curves: Sequence[Curve], *, from_zero: bool) -> tuple[float, float, int]:
     """(low, high, number of points above), chosen so that a few outliers do not flatten the rest of the curve."""
     ys = [y for curve in curves for _, y in curve.points]
@@ -183,20 +173,17 @@ def _y_range(curves: Sequence[Curve], *, from_zero: bool) -> tuple[float, float,
     return (low if low == 0 else low - pad), high + pad, above
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most two points per bucket, its lowest and its highest, so that no spike is lost."""
-    if len(points) <= 2 * _BUCKETS:
-        return list(points)
-    kept: list[Point] = []
-    for bucket in range(_BUCKETS):
-        part = points[bucket * len(points) // _BUCKETS : (bucket + 1) * len(points) // _BUCKETS]
-        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return kept
-
-
-def _svg_curve(curve: Curve, frame: _Frame) -> str:
-    thinned = _thinned(curve.points)
-    places = [(frame.x(x), frame.y(y)) for x, y in thinned]
+def _svg_curve(curve: Curve, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+    thinned = list(curve.points)
+    if len(thinned) > 2 * _BUCKETS:  # of each bucket the lowest point and the highest, so that no spike is lost
+        edges = [bucket * len(thinned) // _BUCKETS for bucket in range(_BUCKETS + 1)]
+        buckets = [thinned[start:end] for start, end in pairwise(edges)]
+        thinned = [
+            one
+            for part in buckets
+            for one in sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+        ]
+    places = [(x_of(x), y_of(y)) for x, y in thinned]
     dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
     path = f'<path class="dot {curve.colour}" d="{dots}"/>' if curve.style == "dots" or len(places) == 1 else ""
     if len(places) > 1:
@@ -208,13 +195,13 @@ def _svg_curve(curve: Curve, frame: _Frame) -> str:
 
 
 def _bands(
-    curves: Sequence[Curve], steps: Sequence[float], marks: Sequence[Mark], frame: _Frame,
-    write: Callable[[float], str], at: Callable[[float], str],
+    curves: Sequence[Curve], steps: Sequence[float], marks: Sequence[Mark],
+    x_of: Callable[[float], float], write: Callable[[float], str], at: Callable[[float], str],
 ) -> str:  # fmt: skip
     """Hover bands over the plot, each with a vertical line and the values at its step."""
     if len(steps) > _BANDS:
         steps = [steps[round(index * (len(steps) - 1) / (_BANDS - 1))] for index in range(_BANDS)]
-    places = [frame.x(step) / 10 for step in steps]
+    places = [x_of(step) / 10 for step in steps]
     out = []
     for index, (step, place) in enumerate(zip(steps, places, strict=True)):
         start = (places[index - 1] + place) / 2 if index else 0.0
@@ -226,7 +213,7 @@ def _bands(
                 value = write(curve.points[at_least - 1][1])
                 rows += f'<br><i class="key {curve.colour}"></i>{esc(curve.label)} {esc(value)}'
         hair = 100 * (place - start) / (end - start) if end > start else 0
-        near = [mark.label for mark in marks if start <= frame.x(mark.x) / 10 < end]
+        near = [mark.label for mark in marks if start <= x_of(mark.x) / 10 < end]
         events = "".join(f"<br>{esc(label)}" for label in near[:2])
         out.append(
             f'<div class="hit {side}" style="left:{start:.2f}%;width:{end - start:.2f}%">'

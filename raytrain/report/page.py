@@ -137,15 +137,6 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
         ("config", "Configuration", configuration(records)),
     ]
     links, body = sections(parts)
-    head = f"{_head(records, summary)}{links}{_tiles(records, summary)}"
-    torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
-    files = "history.csv, training_metrics.png and .json, performance_summary.txt and .json"
-    files += ", expert_activations.png and .json" if records.loads else ""
-    foot = f"<footer>{torn}<p>{esc(records.path)}</p><p>In the same directory: {files}.</p></footer>"
-    return page(f"{records.name} - raytrain", f"{head}{body}{foot}")
-
-
-def _head(records: RunRecords, summary: dict[str, Any]) -> str:
     state = outcome(records)
     began = next((number(row.get("time")) for row in records.events), None) or number(records.environment.get("time"))
     facts = [
@@ -155,7 +146,13 @@ def _head(records: RunRecords, summary: dict[str, Any]) -> str:
         f"{summary['attempts']} attempts" if (summary["attempts"] or 0) > 1 else "",
         f"{plain_number(number(summary['parameters']))} parameters" if summary["parameters"] else "",
     ]
-    return header("report", records.name, state.status, TONES.get(state.status, "info"), state.sentence, facts)
+    head = header("report", records.name, state.status, TONES.get(state.status, "info"), state.sentence, facts)
+    head += f"{links}{_tiles(records, summary)}"
+    torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
+    files = "history.csv, training_metrics.png and .json, performance_summary.txt and .json"
+    files += ", expert_activations.png and .json" if records.loads else ""
+    foot = f"<footer>{torn}<p>{esc(records.path)}</p><p>In the same directory: {files}.</p></footer>"
+    return page(f"{records.name} - raytrain", f"{head}{body}{foot}")
 
 
 def _tiles(records: RunRecords, summary: dict[str, Any]) -> str:

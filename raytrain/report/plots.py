@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -274,7 +274,16 @@ def knowledge_graph(spec: Mapping[str, Any]) -> Figure:
             node["expert"]: (math.cos(2 * math.pi * n / len(own)), math.sin(2 * math.pi * n / len(own)))
             for n, node in enumerate(own)
         }
-        _edges_of(axes, [edge for edge in spec["edges"] if edge["one"][0] == layer], places)
+        between: dict[tuple[int, int], int] = {}  # edges between the same two experts run beside each other
+        for edge in (edge for edge in spec["edges"] if edge["one"][0] == layer):
+            one, other = sorted((edge["one"][1], edge["other"][1]))
+            number = between[one, other] = between.get((one, other), -1) + 1
+            (x1, y1), (x2, y2) = places[one], places[other]
+            long = math.hypot(x2 - x1, y2 - y1) or 1.0
+            aside = 0.055 * (-(number // 2) - 1 if number % 2 else number // 2)
+            dx, dy = -(y2 - y1) / long * aside, (x2 - x1) / long * aside
+            axes.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], color=_EDGES.get(edge["type"], _SOFT),
+                      linewidth=0.6 + 3.2 * edge["weight"], alpha=0.8, zorder=0)  # fmt: skip
         for node in own:
             x, y = places[node["expert"]]
             axes.plot(x, y, "o", markersize=16 + 18 * math.sqrt(node["uses"] / most), color="#cfe0fa",
@@ -289,17 +298,3 @@ def knowledge_graph(spec: Mapping[str, Any]) -> Figure:
     if handles:
         drawn.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10, labelcolor=_INK)
     return drawn
-
-
-def _edges_of(axes: Any, edges: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[float, float]]) -> None:
-    """Edges between the same two experts run beside each other."""
-    between: dict[tuple[int, int], int] = {}
-    for edge in edges:
-        one, other = sorted((edge["one"][1], edge["other"][1]))
-        number = between[one, other] = between.get((one, other), -1) + 1
-        (x1, y1), (x2, y2) = places[one], places[other]
-        long = math.hypot(x2 - x1, y2 - y1) or 1.0
-        aside = 0.055 * (-(number // 2) - 1 if number % 2 else number // 2)
-        dx, dy = -(y2 - y1) / long * aside, (x2 - x1) / long * aside
-        axes.plot([x1 + dx, x2 + dx], [y1 + dy, y2 + dy], color=_EDGES.get(edge["type"], _SOFT),
-                  linewidth=0.6 + 3.2 * edge["weight"], alpha=0.8, zorder=0)  # fmt: skip

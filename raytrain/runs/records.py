@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from raytrain.errors import RunError
 from raytrain.runs.storage import ObjectStore, explained_writes, join
@@ -175,21 +175,17 @@ class JsonlWriter:
         with explained_writes(self.path):
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
             with contextlib.suppress(FileNotFoundError), open(self.path, "r+b") as file:
-                self._mend_tail(file)
+                # an incomplete last line is removed, or completed if only the newline is missing
+                start = max(0, file.seek(0, os.SEEK_END) - 2**20)
+                file.seek(start)
+                head, newline, tail = file.read().rpartition(b"\n")
+                try:
+                    json.loads(tail or b"0")
+                except ValueError:
+                    file.truncate(start + len(head) + len(newline))
+                else:
+                    file.write(b"\n" if tail else b"")
             self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-
-    @staticmethod
-    def _mend_tail(file: BinaryIO) -> None:
-        """Removes an incomplete last line, or completes it if only the newline is missing."""
-        start = max(0, file.seek(0, os.SEEK_END) - 2**20)
-        file.seek(start)
-        head, newline, tail = file.read().rpartition(b"\n")
-        try:
-            json.loads(tail or b"0")
-        except ValueError:
-            file.truncate(start + len(head) + len(newline))
-        else:
-            file.write(b"\n" if tail else b"")
 
     def write(self, row: dict[str, Any]) -> None:
         if self._descriptor is None:
@@ -331,7 +327,15 @@ def _commands(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: float, ended: float) -> None:
     starts = [index for index, row in enumerate(rows) if row["kind"] == "attempt"]
-    _add_start(total, rows[: starts[0] + 1] if starts else rows, begin=begin, ended=ended, trained=bool(starts))
+    # the time before the first step: its start until an attempt failed, and what followed
+    first = rows[: starts[0] + 1] if starts else rows
+    failures = [row["failed_at"] for row in first if row["kind"] == "fault"]
+    until = first[-1]["time"] if starts else _last_fault(first) if failures else ended
+    failed = min(max(begin, min(failures)), until) if failures else until
+    prepared = sum(row["seconds"] for row in first if row.get("phase") == "finished" and row["time"] <= failed)
+    total["data"] += prepared  # reading and converting data is part of the start, but is counted as data
+    total["startup"] += failed - begin - prepared
+    total["restart"] += until - failed
     total["export"] += sum(row["seconds"] for row in rows if row["kind"] == "exported")
     for position, start in enumerate(starts):
         last = position + 1 == len(starts)
@@ -354,20 +358,6 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
         failed = min(max(noticed, safe), again) if faults else again if last else safe
         total["lost"] += max(0.0, failed - safe)
         total["restart"] += max(0.0, again - failed)
-
-
-def _add_start(
-    total: dict[str, float], rows: list[dict[str, Any]], *, begin: float, ended: float, trained: bool
-) -> None:
-    """Add the time before the first step of a command: its start until an attempt failed, and what followed. `rows` end
-    with the first `attempt` event, if there is one (`trained`)."""
-    failures = [row["failed_at"] for row in rows if row["kind"] == "fault"]
-    until = rows[-1]["time"] if trained else _last_fault(rows) if failures else ended
-    failed = min(max(begin, min(failures)), until) if failures else until
-    prepared = sum(row["seconds"] for row in rows if row.get("phase") == "finished" and row["time"] <= failed)
-    total["data"] += prepared  # reading and converting data is part of the start, but is counted as data
-    total["startup"] += failed - begin - prepared
-    total["restart"] += until - failed
 
 
 def _last_fault(rows: list[dict[str, Any]]) -> float:
