@@ -64,7 +64,9 @@ class _Verbs(click.Group):
             click.echo(error.format_message())
             sys.exit(2)
         except click.ClickException as error:
-            click.echo(f"error: {_one_line(error)}", err=True)
+            text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+            text = text if context is None else f"{text}; `{context.command_path} --help` shows what it takes"
+            click.echo(f"error: {text}", err=True)
             sys.exit(2)
         except RaytrainError as error:
             click.echo(f"error: {error}", err=True)
@@ -88,12 +90,6 @@ class _Verbs(click.Group):
                 remedy=job or suggestion(name, verbs),
             )  # fmt: skip
         return super().resolve_command(ctx, args)
-
-
-def _one_line(error: click.ClickException) -> str:
-    """Click's message, and where the usage of the command is."""
-    text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
-    return text if context is None else f"{text}; `{context.command_path} --help` shows what it takes"
 
 
 def _leave(number: int, frame: object) -> None:

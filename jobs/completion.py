@@ -60,18 +60,14 @@ def words_of(key: str) -> list[str]:
 
     head, _, name = key.partition(".")
     sources = SOURCES.values() if head == "data" else ()
-    found = [word for root, path in ((JobSpec, key), *((source, name) for source in sources))
-             for word in _words_in(root.model_json_schema(), path)]  # fmt: skip
+    found = list[str]()
+    for root, path in ((JobSpec, key), *((source, name) for source in sources)):
+        schema = root.model_json_schema()
+        node: Mapping[str, Any] = schema
+        for part in path.split("."):
+            node = _resolved(node, schema).get("properties", {}).get(part, {})
+        found += _words(node, schema)
     return list(dict.fromkeys(found))
-
-
-def _words_in(schema: Mapping[str, Any], key: str) -> list[str]:
-    node: Any = schema
-    for part in key.split("."):
-        node = _resolved(node, schema).get("properties", {}).get(part)
-        if node is None:
-            return []
-    return _words(node, schema)
 
 
 def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:

@@ -74,14 +74,6 @@ class ClusterSampler:
         """As `Sample`."""
         import ray
 
-        self._follow_nodes()
-        asked = {actor.sample.remote(): name for name, actor in self._actors.values()}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_LIMIT_S)
-        return sorted((_answer(one, name, one in ready) for one, name in asked.items()), key=lambda row: row["node"])
-
-    def _follow_nodes(self) -> None:
-        import ray
-
         from cluster.ray_runtime import on_node
 
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -90,6 +82,9 @@ class ClusterSampler:
             name = f"{alive[node]} {node[:6]}" if list(alive.values()).count(alive[node]) > 1 else alive[node]
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node), "max_restarts": -1}
             self._actors[node] = name, ray.remote(NodeSampler).options(**options).remote(name, every_job=True)
+        asked = {actor.sample.remote(): name for name, actor in self._actors.values()}
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_LIMIT_S)
+        return sorted((_answer(one, name, one in ready) for one, name in asked.items()), key=lambda row: row["node"])
 
 
 def _answer(reference: Any, name: str, ready: bool) -> Row:

@@ -166,8 +166,7 @@ def train_loaded(
     """
     began = command_start(began)
     phases = Phases(began=began)
-    activity = Activity(console, phases=phases)
-    with activity:
+    with Activity(console, phases=phases) as activity:
         activity.begin("checking the job: opening the data and building the model")
         from jobs.driver.check_job import check_on_driver  # imports torch, which takes seconds
 

@@ -261,10 +261,8 @@ class _Fit:
         self._elastic = None
         if isinstance(bounds, tuple) and not cluster.local:
             self._elastic = ElasticWorkers(bounds, workers)
-        connection, attempt = self._hosts.connection, opened.attempt
-        job = train_job(
-            spec, opened.plan, opened.run, attempt=attempt, claimed=opened.claimed, connection=connection
-        )  # fmt: skip
+        taken: Any = {"attempt": opened.attempt, "claimed": opened.claimed, "connection": self._hosts.connection}
+        job = train_job(spec, opened.plan, opened.run, **taken)
         options = {
             "data": data,
             "channel": self.channel,

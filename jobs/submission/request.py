@@ -314,8 +314,11 @@ EXACT = {"python": 2, "torch": 3, "ray": 3}
 def check_versions(here: Mapping[str, str | None], there: Mapping[str, str | None], *, install: bool) -> None:
     """Raise InputError that names each version that differs, here and there. With `install` the job gets the torch that
     is used here; Ray starts it with its own Python and its own version."""
-    differ = [name for name, parts in EXACT.items() if _release(here[name], parts) != _release(there[name], parts)]
-    wrong = [name for name in differ if not (install and name == "torch")]
+    wrong = []
+    for name, parts in EXACT.items():
+        one, other = ((found[name] or "").partition("+")[0].split(".")[:parts] for found in (here, there))
+        if one != other and not (install and name == "torch"):
+            wrong.append(name)
     if wrong:
         raise InputError(
             "environment of the cluster",
@@ -325,10 +328,6 @@ def check_versions(here: Mapping[str, str | None], there: Mapping[str, str | Non
             if wrong == ["torch"]
             else "start the cluster with these versions, or submit from an environment with its versions",
         )
-
-
-def _release(version: str | None, parts: int) -> list[str]:
-    return (version or "").partition("+")[0].split(".")[:parts]
 
 
 def runtime_environment(*, working_dir: Path, install: bool) -> dict[str, Any]:
