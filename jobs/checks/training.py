@@ -175,16 +175,6 @@ def _loaders(found: Mapping[int, Mapping[str, Any]], given: int) -> tuple[str, s
     return f"{seen}; best data.loader_workers={best} ({parts})", remedy
 
 
-def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the logged rows of a training say: medians without the first two steps, and the highest peak."""
-    later = rows[2:] or rows
-    return {
-        "step_s": statistics.median([row["step_time_s"] for row in later]) if later else math.nan,
-        "data_s": statistics.median([row["data_time_s"] for row in later]) if later else math.nan,
-        "peak_bytes": max((row["peak_memory_bytes"] for row in rows), default=0),
-    }
-
-
 # ---------------------------------------------------------------- training
 # The last check: one `TorchTrainer` fit in which the same workers train two steps in each supported precision.
 
@@ -270,11 +260,16 @@ def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, 
     places = sorted({str(parameter.device) for parameter in session.trainable.module.parameters()})
     budget = process_budget(session.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit,
                             processes=session.sharing)  # fmt: skip
+    later = logged[2:] or logged  # without the first two steps
+    times = ([one[name] for one in later] for name in ("step_time_s", "data_time_s"))
+    step_s, data_s = (statistics.median(taken) if taken else math.nan for taken in times)
     row = {"what": "training", "precision": dtype, "losses": [one["loss"] for one in logged],
            "steps": session.state.step, "moved": moved, "rows": loop.sizing.now, "asked": loop.sizing.planned,
            "device": str(session.device), "devices": places, "copies": vars(copies), "products": dict(products),
            "wanted": str(session.policy.autocast_dtype or session.policy.master_dtype).removeprefix("torch."),
-           "budget": budget, **figures_of(logged), "seconds": time.perf_counter() - began}  # fmt: skip
+           "budget": budget, "step_s": step_s, "data_s": data_s,
+           "peak_bytes": max((one["peak_memory_bytes"] for one in logged), default=0),
+           "seconds": time.perf_counter() - began}  # fmt: skip
     session.close()
     return row
 
@@ -324,7 +319,7 @@ def _collectives(workers: Any) -> dict[str, Any]:
 
 def small_jobs(inventory: Inventory, *, workers: int, formats: Sequence[str]) -> list[tuple[TrainJob, Any]]:
     """A small training in each format, and its data."""
-    from jobs.driver.local_session import worker_job
+    from jobs.driver.check_job import worker_job
 
     on_gpu = bool(inventory.devices())
     mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"
