@@ -220,8 +220,7 @@ def train_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [_collectives(workers)] if workers.world_size > 1 else []
     local_rank = ray.train.get_context().get_local_rank()
     import_from(config["folder"])  # a job may name classes of the user's: importable before it is unpickled
-    for payload in config["jobs"]:
-        rows.append(_train(cloudpickle.loads(payload), workers, local_rank))
+    rows += [_train(cloudpickle.loads(payload), workers, local_rank) for payload in config["jobs"]]
     gathered = workers.all_gather_object([{**row, "rank": workers.rank} for row in rows])
     return [row for rank_rows in gathered for row in rank_rows]
 
@@ -323,11 +322,9 @@ def small_jobs(inventory: Inventory, *, workers: int, formats: Sequence[str]) ->
 
     on_gpu = bool(inventory.devices())
     mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"
-    packed = []
-    for dtype in formats:
-        job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
-        packed.append((job, source.worker_data))
-    return packed
+    jobs = (small_job(workers=workers, threads=1, mode=mode, dtype=dtype) for dtype in formats)
+    made = (worker_job(job, inventory=inventory) for job in jobs)
+    return [(job, source.worker_data) for job, source in made]
 
 
 def run_fit(

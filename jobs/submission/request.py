@@ -119,7 +119,6 @@ def _resumed_spec(verb: str, folder: str, path: Path | None, overrides: Sequence
     from jobs.driver.run_folder import check_checkpoints, open_resumed
 
     resumed = open_resumed(folder, path, overrides)
-    assert resumed is not None  # None is for "auto"
     check_checkpoints(resumed)
     return resumed.loaded.spec
 
