@@ -73,6 +73,7 @@ class ClusterSampler:
     def sample(self) -> list[Row]:
         """As `Sample`."""
         import ray
+        import ray.exceptions
 
         from cluster.ray_runtime import on_node
 
@@ -84,19 +85,14 @@ class ClusterSampler:
             self._actors[node] = name, ray.remote(NodeSampler).options(**options).remote(name, every_job=True)
         asked = {actor.sample.remote(): name for name, actor in self._actors.values()}
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_LIMIT_S)
-        return sorted((_answer(one, name, one in ready) for one, name in asked.items()), key=lambda row: row["node"])
-
-
-def _answer(reference: Any, name: str, ready: bool) -> Row:
-    import ray
-    import ray.exceptions
-
-    if ready:
-        try:
-            return ray.get(reference)
-        except ray.exceptions.RayError as error:
-            return {"node": name, "missing": f"no sample: {str(error).splitlines()[0]}"}
-    return {"node": name, "missing": f"no answer within {NODE_LIMIT_S:g} s"}
+        rows = list[Row]()
+        for one, name in asked.items():
+            try:
+                late = {"node": name, "missing": f"no answer within {NODE_LIMIT_S:g} s"}
+                rows.append(ray.get(one) if one in ready else late)
+            except ray.exceptions.RayError as error:
+                rows.append({"node": name, "missing": f"no sample: {str(error).splitlines()[0]}"})
+        return sorted(rows, key=lambda row: row["node"])
 
 
 # -- the frame ---------------------------------------------------------------------------------------------

@@ -70,13 +70,13 @@ def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> J
     if verb in ("train", "tune", "infer"):
         return _job_request(verb, given, options)
     if verb == "bench":
-        _check_lasting("--out", options.get("out"), needed=True)
+        _check_lasting("--out", options["out"], needed=True)
     if verb == "export":
-        _check_lasting("RUN", options.get("run"), needed=True)
-        _check_lasting("--to", options.get("target"))
+        _check_lasting("RUN", options["run"])
+        _check_lasting("--to", options["target"])
     if verb == "report":
-        for run in options.get("runs") or ("runs/latest",):
-            _check_lasting("RUN_DIR", run, needed=True)
+        for run in options["runs"] or ("runs/latest",):
+            _check_lasting("RUN_DIR", run)
     return JobRequest(verb, given)
 
 
