@@ -108,6 +108,11 @@ class SearchedModel:
     def _space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
         return BatchSpace(tuple(precisions), self.sizes, self.sizes[-1], budget)
 
+    def run_search(self) -> None:
+        decision, results = self.search(PRECISIONS, budget=self.budget)
+        self.decisions.append(decision)
+        self.searches.append(results)
+
     def search(self, precisions: Sequence[str], *, budget: int | None) -> tuple[BatchDecision, SearchResults]:
         space, results = self._space(precisions, budget=budget), SearchResults()
         while proposals := next_proposals(space, results):
