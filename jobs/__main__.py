@@ -64,7 +64,9 @@ class _Verbs(click.Group):
             click.echo(error.format_message())
             sys.exit(2)
         except click.ClickException as error:
-            click.echo(f"error: {_one_line(error)}", err=True)
+            text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+            text = text if context is None else f"{text}; `{context.command_path} --help` shows what it takes"
+            click.echo(f"error: {text}", err=True)
             sys.exit(2)
         except RaytrainError as error:
             click.echo(f"error: {error}", err=True)
@@ -88,12 +90,6 @@ class _Verbs(click.Group):
                 remedy=job or suggestion(name, verbs),
             )  # fmt: skip
         return super().resolve_command(ctx, args)
-
-
-def _one_line(error: click.ClickException) -> str:
-    """Click's message, and where the usage of the command is."""
-    text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
-    return text if context is None else f"{text}; `{context.command_path} --help` shows what it takes"
 
 
 def _leave(number: int, frame: object) -> None:
@@ -334,9 +330,7 @@ class _BenchCommand(click.Command):
 @click.option("--out", metavar="FILE.json", help="file for the raw values (default: runs/bench/NAME-TIME.json)")
 @click.option("--quick", is_flag=True, help="test run with tiny sizes; its timings are meaningless")
 @click.option("--json", "as_json", is_flag=True, help="print the raw values as JSON; other output goes to stderr")
-def bench(
-    name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool
-) -> None:
+def bench(name: str | None, arguments: tuple[str, ...], as_list: bool, **options: Any) -> None:
     """Run the benchmark NAME on this machine.
 
     The variants run in alternating blocks of one run; results are ratios with confidence intervals.
@@ -349,7 +343,7 @@ def bench(
     if name is None:
         raise InputError("bench", got="no name", expected="a name listed by `raytrain bench --list`")
     output.outlive_output()
-    sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
+    sys.exit(bench_verb(name, arguments, **options))
 
 
 @main.command(cls=_keys_option("check"), short_help="Check the machines, then train two steps in each precision.")
@@ -359,9 +353,7 @@ def bench(
 @click.option("--short", is_flag=True, help="print one line")
 @click.option("--bundle", metavar="FILE.zip", help="write what was found to an archive for support, without secrets")
 @click.option("--run", metavar="RUN", help="add the records and last log lines of this run to the bundle")
-def check(
-    arguments: tuple[str, ...], quick: bool, as_json: bool, short: bool, bundle: str | None, run: str | None
-) -> None:
+def check(arguments: tuple[str, ...], **options: Any) -> None:
     """Check the machines of a job, then train two steps in each precision.
 
     Exit code 0: every check is ok or a warning; 1: one failed.
@@ -369,7 +361,7 @@ def check(
     from jobs.check import run_check
 
     path, overrides = split_arguments(arguments)
-    sys.exit(run_check(path, overrides, quick=quick, as_json=as_json, short=short, bundle=bundle, run=run))
+    sys.exit(run_check(path, overrides, **options))
 
 
 @main.command(short_help="Watch the devices and Ray's worker processes.")

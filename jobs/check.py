@@ -223,12 +223,16 @@ class _Checking:
 
     def check_machines(self) -> None:
         """Facts and checks of every node, then their rates."""
+        import ray
+
         report, save_dir, token = self.report, self._save_dir, f".raytrain-check-{secrets.token_hex(8)}"
         interface = "lo" if self._cluster.local else self._spec.cluster.interface
         self._activity.begin(f"writing to {save_dir}")
         with _timed(report, "machines"):
-            with _token(save_dir, token) as why, _listening() as driver:
+            host = ray.util.get_node_ip_address()  # by which the cluster knows this machine
+            with _token(save_dir, token) as why, socket.create_server((host, 0), backlog=1024) as server:
                 self._activity.begin("checking every node")
+                driver = (host, server.getsockname()[1])
                 tasks = on_each_node(examine, save_dir, token, secrets.token_hex(4), driver, interface)
                 report.nodes = _answers(tasks, NODE_TIMEOUT_S)
             wanted = check_wanted(self._spec.cluster, (
@@ -290,10 +294,8 @@ class _Checking:
         arms = own.arms(self._formats())
         with _timed(self.report, "job"), self._failing("job", "some steps of the job on its data"):
             rows = self._fit([own.job(arm, self._inventory) for arm in arms], workers=1)
-            found = [
-                {"rows_asked": arm.rows, "loaders": arm.loaders, **row} for arm, row in zip(arms, rows, strict=True)
-            ]
-            self.report.job = found
+            asked = ({"rows_asked": arm.rows, "loaders": arm.loaders} for arm in arms)
+            self.report.job = [one | row for one, row in zip(asked, rows, strict=True)]
             source, number = self._spec.data.source or "the data", own.checked.data_facts.train_rows
             self.add(*check_job(arms, rows, self._spec, source=source, rows=number))
 
@@ -322,16 +324,6 @@ class _Checking:
         """The formats that every device computes in."""
         devices = [one for found in self.report.rates.values() for one in found]
         return [name for name in ("fp32", "tf32", "bf16", "fp16") if all(name in one.flops for one in devices)]
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[tuple[str, int]]:
-    """A port of this machine that accepts connections, with the address that the cluster knows it by."""
-    import ray
-
-    host = ray.util.get_node_ip_address()
-    with socket.create_server((host, 0), backlog=1024) as server:
-        yield host, server.getsockname()[1]
 
 
 @contextlib.contextmanager

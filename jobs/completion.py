@@ -14,9 +14,12 @@ def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     from jobs.job.keys import job_rows
     from jobs.job.spec import recipe_names
 
-    before, after_equals = _key_before(ctx.params.get(param.name or "") or (), incomplete)
+    given: Sequence[str] = ctx.params.get(param.name or "") or ()
+    before = given[-1] if given else ""
+    apart = len(given) > 1 and before == "="  # bash takes KEY, = and VALUE for three words
+    before = given[-2] if apart else before
     key, equals, start = incomplete.partition("=")
-    if after_equals:  # bash takes KEY, = and VALUE for three words
+    if apart or (incomplete == "" and words_of(before)):  # click replaces the word "=" by nothing
         return _items(words_of(before), incomplete) or [CompletionItem(incomplete, type="file")]
     if equals:
         return _items([f"{key}={word}" for word in words_of(key)], f"{key}={start}")
@@ -60,18 +63,14 @@ def words_of(key: str) -> list[str]:
 
     head, _, name = key.partition(".")
     sources = SOURCES.values() if head == "data" else ()
-    found = [word for root, path in ((JobSpec, key), *((source, name) for source in sources))
-             for word in _words_in(root.model_json_schema(), path)]  # fmt: skip
+    found = list[str]()
+    for root, path in ((JobSpec, key), *((source, name) for source in sources)):
+        schema = root.model_json_schema()
+        node: Mapping[str, Any] = schema
+        for part in path.split("."):
+            node = _resolved(node, schema).get("properties", {}).get(part, {})
+        found += _words(node, schema)
     return list(dict.fromkeys(found))
-
-
-def _words_in(schema: Mapping[str, Any], key: str) -> list[str]:
-    node: Any = schema
-    for part in key.split("."):
-        node = _resolved(node, schema).get("properties", {}).get(part)
-        if node is None:
-            return []
-    return _words(node, schema)
 
 
 def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
@@ -85,14 +84,6 @@ def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
 def _resolved(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     name = node.get("$ref", "").rpartition("/")[2]
     return schema["$defs"][name] if name else node
-
-
-def _key_before(given: Sequence[str], incomplete: str) -> tuple[str, bool]:
-    """The key whose value is being typed, if bash has made it a word of its own."""
-    last = given[-1] if given else ""
-    if len(given) > 1 and last == "=":
-        return given[-2], True
-    return last, incomplete == "" and bool(words_of(last))  # click replaces the word "=" by nothing
 
 
 def _items(words: Sequence[str], incomplete: str) -> list[CompletionItem]:

@@ -198,7 +198,8 @@ class RunView:
             # for the steps that are left, evaluations and checkpoints not counted
             left_s = steps * statistics.median(self._step_s) if self._step_s and steps > 0 else None
             self._progress.update(phase="training", step=row["step"], row=row, max_steps=self._max_steps, left_s=left_s)
-        self.display.show(self._progress, missing=self._time_left)
+        missing = lambda: "" if (left_s := self.display.left_s) is None else f"{clock_text(left_s)} left"  # noqa: E731
+        self.display.show(self._progress, missing=missing)
         self._show_devices()
         if alive:
             self._dead_since = None
@@ -219,10 +220,6 @@ class RunView:
             self.display.print_lines(text_from_here(line, self._run.path))
         print_line(self._console, state.sentence)
         return CODES.get(state.status, 1)
-
-    def _time_left(self) -> str:
-        left_s = self.display.left_s
-        return "" if left_s is None else f"{clock_text(left_s)} left"
 
     def _show_event(self, row: Mapping[str, Any]) -> None:
         kind = row["kind"]

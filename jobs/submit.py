@@ -19,16 +19,9 @@ from rich.text import Text
 from jobs.driver.printing import print_row
 from jobs.driver.progress import clock_text
 from jobs.job.facts import path_from_here
-from jobs.submission.follow import INTERRUPTED, fetch, follow_job, go_on, print_log, say, stop_job
+from jobs.submission.follow import INTERRUPTED, fetch, follow_job, go_on, say, stop_job
 from jobs.submission.on_cluster import versions
-from jobs.submission.request import (
-    check_id,
-    check_package,
-    check_versions,
-    pack,
-    request_of,
-    runtime_environment,
-)
+from jobs.submission.request import check_id, check_package, check_versions, pack, request_of, runtime_environment
 from jobs.submission.server import RECORD, JobServer, exit_code, outcome, record_of
 from raytrain.runs.folder import shell_command
 
@@ -90,11 +83,11 @@ def status_verb(job_id: str | None, *, address: str | None, as_json: bool) -> in
     server = JobServer(address)
     jobs = server.jobs() if job_id is None else [server.job(job_id)]
     rows = [row_of(job, now=time.time()) for job in jobs]
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
     if as_json:
         print(json.dumps(rows if job_id is None else rows[0], indent=2))
     elif rows:
+        console = Console(highlight=False)
+        console = console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
         print_jobs(rows, console, in_full=job_id is not None)
     else:
         say(f"no jobs were submitted to {server.address}")
@@ -144,7 +137,7 @@ def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
     server.job(job_id)
     if following:
         return follow_job(server, job_id)
-    print_log(server.get_job_logs(job_id))
+    print(server.get_job_logs(job_id), end="", flush=True)
     return 0
 
 

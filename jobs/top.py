@@ -73,14 +73,7 @@ class ClusterSampler:
     def sample(self) -> list[Row]:
         """As `Sample`."""
         import ray
-
-        self._follow_nodes()
-        asked = {actor.sample.remote(): name for name, actor in self._actors.values()}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_LIMIT_S)
-        return sorted((_answer(one, name, one in ready) for one, name in asked.items()), key=lambda row: row["node"])
-
-    def _follow_nodes(self) -> None:
-        import ray
+        import ray.exceptions
 
         from cluster.ray_runtime import on_node
 
@@ -90,18 +83,16 @@ class ClusterSampler:
             name = f"{alive[node]} {node[:6]}" if list(alive.values()).count(alive[node]) > 1 else alive[node]
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node), "max_restarts": -1}
             self._actors[node] = name, ray.remote(NodeSampler).options(**options).remote(name, every_job=True)
-
-
-def _answer(reference: Any, name: str, ready: bool) -> Row:
-    import ray
-    import ray.exceptions
-
-    if ready:
-        try:
-            return ray.get(reference)
-        except ray.exceptions.RayError as error:
-            return {"node": name, "missing": f"no sample: {str(error).splitlines()[0]}"}
-    return {"node": name, "missing": f"no answer within {NODE_LIMIT_S:g} s"}
+        asked = {actor.sample.remote(): name for name, actor in self._actors.values()}
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_LIMIT_S)
+        rows = list[Row]()
+        for one, name in asked.items():
+            try:
+                late = {"node": name, "missing": f"no answer within {NODE_LIMIT_S:g} s"}
+                rows.append(ray.get(one) if one in ready else late)
+            except ray.exceptions.RayError as error:
+                rows.append({"node": name, "missing": f"no sample: {str(error).splitlines()[0]}"})
+        return sorted(rows, key=lambda row: row["node"])
 
 
 # -- the frame ---------------------------------------------------------------------------------------------

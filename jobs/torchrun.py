@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -34,11 +35,8 @@ CLUSTER = "RAYTRAIN_TORCHRUN_CLUSTER"
 LOOK_EVERY_S = 0.5
 JOIN_LIMIT_S = 300.0  # all nodes have met at torchrun's rendezvous: what remains is to start Ray
 LEAVE_LIMIT_S = 15.0  # for the other nodes to leave the cluster after the end of the command, and for Ray's daemons
-TORCHRUNS = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
-)  # fmt: skip
-"""Variables that torchrun sets, beside TORCHELASTIC_*: a worker of Ray must not inherit any of them."""
+TORCHRUNS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+"""Variables that torchrun sets: a worker of Ray must not inherit any of them."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ENDS_WITH_US = (sys.executable, "-c",
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
@@ -80,9 +78,9 @@ def print_commands(given: Mapping[str, Any], arguments: Sequence[str], spec: Job
         raise InputError("--node_rank", got=str(only), expected=f"0 to {nodes - 1}, as --nnodes is {nodes}")
     check_launched(spec, processes=each * nodes)
     master = f"--master_addr={given['master_addr'] or '127.0.0.1'} --master_port={given['master_port'] or 29500}"
+    train = shlex.join(["-m", "jobs", "train", *arguments])
     for node in range(nodes) if only is None else [only]:
-        place = f"--nproc_per_node={each} --nnodes={nodes} --node_rank={node} {master}"
-        print(f"torchrun {place} -m jobs train {shlex.join(arguments)}".rstrip())
+        print(f"torchrun --nproc_per_node={each} --nnodes={nodes} --node_rank={node} {master} {train}")
     if nodes > 1:
         print(NOTE.format(nodes=nodes), end="", file=sys.stderr)
 
@@ -111,7 +109,7 @@ def launched(arguments: Sequence[str], train: click.Command) -> int:
 
     environ = dict(os.environ)
     for name in environ:
-        if name in TORCHRUNS or name.startswith("TORCHELASTIC_"):
+        if TORCHRUNS.fullmatch(name):
             del os.environ[name]
     if environ["LOCAL_RANK"] != "0":
         return 0
@@ -159,13 +157,11 @@ class LaunchedNode:
                 place = {CLUSTER: self.start_cluster(head)} if self.nodes > 1 else {}
                 # a process group of its own: torchrun signals that of this process, and a second signal ends a command
                 child = subprocess.Popen([*ENDS_WITH_US, *command], env=os.environ | place, process_group=0)
-                told = False
-                while child.poll() is None:
-                    if not told and self.told_to_stop():
-                        told = True
-                        child.terminate()
+                while child.poll() is None and not self.told_to_stop():
                     time.sleep(LOOK_EVERY_S)
-                code = 128 - child.returncode if child.returncode < 0 else child.returncode
+                child.terminate()  # does nothing if it has ended
+                code = child.wait()
+                code = 128 - code if code < 0 else code
             except (RaytrainError, click.ClickException) as error:
                 code = error.exit_code
                 raise
@@ -186,14 +182,14 @@ class LaunchedNode:
         with socket.socket() as free:
             free.bind(("", 0))
             host, port = address_towards(*self.master), free.getsockname()[1]
-        place = (f"--node-ip-address={host}", f"--port={port}")
-        head.enter_context(ray_node(self.here, "--head", *place, "--include-dashboard=false", "--dashboard-port=0"))
+        place = ("--head", f"--node-ip-address={host}", f"--port={port}")
+        head.enter_context(ray_node(self.here, *place, "--include-dashboard=false", "--dashboard-port=0"))
         self.store.set("head", f"{host}:{port}")
         ends = time.monotonic() + JOIN_LIMIT_S
         while self.store.add("joined", 0) < self.nodes - 1:
-            if self.told_to_stop() or time.monotonic() > ends:
-                in_time = time.monotonic() < ends
-                why = "a node was stopped or could not join" if in_time else "not all nodes joined in time"
+            late = time.monotonic() > ends
+            if late or self.told_to_stop():
+                why = "not all nodes joined in time" if late else "a node was stopped or could not join"
                 raise RunError(f"{why} the head at {host}:{port}: see the output of each node of torchrun")
             time.sleep(LOOK_EVERY_S)
         return f"{host}:{port}"
@@ -258,13 +254,13 @@ def ray_node(processes: int, *arguments: str) -> Iterator[None]:
 
     os.environ["RAY_AUTH_MODE"] = "token"  # whoever reaches a node without one can run code on it
     (machine,) = local_inventory().nodes
-    options = {
-        "num-cpus": max(processes, machine.cpus), "num-gpus": min(processes, len(machine.devices)),
-        "dashboard-agent-listen-port": 0, "min-worker-port": 0, "max-worker-port": 0,
-    }  # fmt: skip
     with private_folder() as folder, (Path(folder) / "start").open("wb") as said:
-        given = [*arguments, f"--temp-dir={folder}/r", *(f"--{name}={value}" for name, value in options.items())]
-        command = [*ENDS_WITH_US, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *given]
+        command = [
+            *ENDS_WITH_US, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *arguments,
+            f"--temp-dir={folder}/r", f"--num-cpus={max(processes, machine.cpus)}",
+            f"--num-gpus={min(processes, len(machine.devices))}", "--dashboard-agent-listen-port=0",
+            "--min-worker-port=0", "--max-worker-port=0",
+        ]  # fmt: skip
         env = PATIENT | os.environ  # Ray's own limits are short for several nodes of one machine
         ray = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, process_group=0, env=env)
         try:

@@ -19,7 +19,7 @@ from jobs.driver.attempts import RunAttempts, debugged
 from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity, Phases
 from jobs.driver.result import Result, close_run, command_start, result_of
-from jobs.driver.run_folder import Resumed, RunPlanner, check_checkpoints, open_resumed
+from jobs.driver.run_folder import Resumed, RunPlanner, check_checkpoints, newest_unfinished, open_resumed
 from jobs.driver.signals import StopSignals
 from jobs.job.facts import path_from_here, resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
@@ -118,25 +118,24 @@ def run_train(
         resumed = None
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides, mapping=mapping)
-            if resumed is not None and resumed.finished:
+            if resumed.finished:
                 run = resumed.run
                 print_line(console, f"{path_from_here(run.path)} is done; nothing is left to train")
                 return result_of(run, run.read_json(run.result))
-            if resumed is not None:
-                resumed = check_checkpoints(resumed)
+            resumed = check_checkpoints(resumed)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
         refuse_later(loaded.spec, "train")
         if resume == "auto":
-            resumed = _unfinished(path, overrides, loaded, console)
+            resumed = _unfinished(loaded, console)
         more: Any = {"signals": signals, "verbose": verbose, "debug": debug, "console": console, "began": began}
         return train_loaded(loaded, resumed=resumed, **more)
     finally:
         signals.restore()
 
 
-def _unfinished(path: Path | None, overrides: Sequence[str], loaded: LoadedSpec, console: Console) -> Resumed | None:
+def _unfinished(loaded: LoadedSpec, console: Console) -> Resumed | None:
     """The run that `--resume auto` continues, and a line about it; None starts a new one."""
-    resumed = open_resumed("auto", path, overrides, loaded=loaded)
+    resumed = newest_unfinished(loaded)
     found = "no unfinished run of this job: starting a new one"
     if resumed is not None:
         found = f"resuming {path_from_here(resumed.run.path)}"
@@ -166,8 +165,7 @@ def train_loaded(
     """
     began = command_start(began)
     phases = Phases(began=began)
-    activity = Activity(console, phases=phases)
-    with activity:
+    with Activity(console, phases=phases) as activity:
         activity.begin("checking the job: opening the data and building the model")
         from jobs.driver.check_job import check_on_driver  # imports torch, which takes seconds
 

@@ -177,18 +177,15 @@ def tasks_of(suite: Suite, images: Batch, options: ContinualOptions, *, seed: in
             raise InputError("test_rows", got=str(held), expected=f"fewer than the {len(x)} rows of a task")
         x, labels = x[order], labels[order]
         if suite == "rotating":
-            x = _turned(x, math.pi * task / max(1, number - 1))
+            angle = math.pi * task / max(1, number - 1)
+            turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
+            grid = F.affine_grid(turn.expand(len(x), 2, 3), [len(x), 1, *x.shape[1:]], align_corners=False)
+            x = F.grid_sample(x.unsqueeze(1), grid, align_corners=False).squeeze(1)
         flat = x.flatten(1)
         if suite == "permuted" and task:
             flat = flat[:, torch.randperm(flat.shape[1], generator=draw)]
         found.append(Task({"x": flat[held:], "labels": labels[held:]}, {"x": flat[:held], "labels": labels[:held]}))
     return found
-
-
-def _turned(x_NSS: Tensor, angle: float) -> Tensor:
-    turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
-    grid = F.affine_grid(turn.expand(len(x_NSS), 2, 3), [len(x_NSS), 1, *x_NSS.shape[1:]], align_corners=False)
-    return F.grid_sample(x_NSS.unsqueeze(1), grid, align_corners=False).squeeze(1)
 
 
 # ---------------------------------------------------------------- losses

@@ -103,8 +103,14 @@ def _measure_batches(options: InferOptions, found: BenchMeasurement) -> None:
         found.gate(Check(f"{name}, in a batch: the tokens of single rows", not wrong, detail))
     if not found.passed:
         return
+
+    def block(answer: Answering, prompts: list[list[int]]) -> float:
+        began = time.process_time()
+        answer(prompts)
+        return (time.process_time() - began) / (len(prompts) * options.tokens)
+
     blocks = {
-        f"{name}, batch {rows}": partial(_per_token, answer, prompts_of(options, rows), options.tokens)
+        f"{name}, batch {rows}": partial(block, answer, prompts_of(options, rows))
         for rows in options.batches
         for name, answer in arms.items()
     }
@@ -125,13 +131,6 @@ def prompts_of(options: InferOptions, rows: int) -> list[list[int]]:
     draw = torch.Generator().manual_seed(options.seed)
     lengths = torch.randint(max(1, options.prompt // 2), options.prompt + 1, (rows,), generator=draw).tolist()
     return [torch.randint(VOCABULARY, (length,), generator=draw).tolist() for length in lengths]
-
-
-def _per_token(answer: Answering, prompts: list[list[int]], tokens: int) -> float:
-    """CPU seconds of a token."""
-    began = time.process_time()
-    answer(prompts)
-    return (time.process_time() - began) / (len(prompts) * tokens)
 
 
 def transformers_gpt2(module: nn.Module) -> nn.Module:

@@ -163,15 +163,11 @@ class ExpertsTrainer:
         times = []
         for _ in range(request["steps"]):
             if self._shift_steps and self.session.state.step % self._shift_steps == 0:
-                self._shift_preference()
+                for router in self._routers:  # other experts in every layer, by a bias like the loss-free one
+                    ranks = self._draw.permutation(router.num_experts) + 1
+                    router.bias_E.copy_(torch.tensor(self._skew / ranks, dtype=router.bias_E.dtype))
             times.append(self._arm.run(1))
         return {"seconds": sum(times), "times": times, "losses": self._arm.losses, "events": self._arm.log.events}
-
-    def _shift_preference(self) -> None:
-        """Prefer other experts in every layer, with a bias on their scores like the loss-free bias."""
-        for router in self._routers:
-            ranks = self._draw.permutation(router.num_experts) + 1
-            router.bias_E.copy_(torch.tensor(self._skew / ranks, dtype=router.bias_E.dtype))
 
 
 def run_member(settings: dict[str, Any], rank: int) -> None:
@@ -189,23 +185,15 @@ def run_member(settings: dict[str, Any], rank: int) -> None:
 def slow_down(factor: int) -> None:
     """Make this host's experts compute everything `factor` times: each repetition is an unused forward of the same rows
     for a forward, and two for a backward."""
-    forward, backward = ExpertShard.forward, ExpertShard.backward
 
-    def repeat_forward(shard: ExpertShard, layer: int, rows: Tensor, counts: list[int], times: int) -> None:
-        with shard.timer.measure(), torch.no_grad():
-            for _ in range(times if counts else 0):
-                shard.layers[layer].forward(rows, counts)
+    def slowed(method: Any, times: int) -> Any:
+        def run(shard: Any, layer: int, micro_batch: int, rows: Tensor, sources: Any, **more: Any) -> Tensor:
+            with shard.timer.measure(), torch.no_grad():
+                for _ in range(times if sources[0] else 0):
+                    shard.layers[layer].forward(rows, sources[0])
+            return method(shard, layer, micro_batch, rows, sources, **more)
 
-    def slow_forward(
-        self: ExpertShard, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool
-    ) -> Tensor:
-        repeat_forward(self, layer, rows, sources[0], factor - 1)
-        return forward(self, layer, micro_batch, rows, sources, keep=keep)
+        return run
 
-    def slow_backward(
-        self: ExpertShard, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]
-    ) -> Tensor:
-        repeat_forward(self, layer, grads, sources[0], 2 * (factor - 1))
-        return backward(self, layer, micro_batch, grads, sources)
-
-    ExpertShard.forward, ExpertShard.backward = slow_forward, slow_backward  # type: ignore[method-assign]
+    ExpertShard.forward = slowed(ExpertShard.forward, factor - 1)
+    ExpertShard.backward = slowed(ExpertShard.backward, 2 * (factor - 1))

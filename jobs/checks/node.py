@@ -280,7 +280,8 @@ def check_versions(reports: Mapping[str, NodeReport]) -> list[CheckResult]:
     """Whether each node has the packages, new enough, and all nodes the same."""
     results = []
     for name, oldest in OLDEST.items():
-        found = {node: _version(report, name) for node, report in reports.items()}
+        records = {node: report.environment for node, report in reports.items()}
+        found = {node: {"python": one["python"], **one["versions"]}.get(name) for node, one in records.items()}
         expected, remedy = f"{_shown(oldest)} or newer, the same on every node", ""
         seen = _by_value({node: version or "not installed" for node, version in found.items()})
         old = [node for node, version in found.items() if version is None or _numbers(version) < oldest]
@@ -381,10 +382,6 @@ def _kind_rates(kind: str, members: Sequence[tuple[str, DeviceRates]]) -> CheckR
         seen += f"; slower: {'; '.join(slow)}"
         remedy = "look for other programs, heat or power limits there; scale.shares auto gives a slow device less"
     return judged("rates", seen, expected, remedy, status="warn")
-
-
-def _version(report: NodeReport, name: str) -> str | None:
-    return report.environment["python"] if name == "python" else report.environment["versions"].get(name)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

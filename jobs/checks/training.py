@@ -175,16 +175,6 @@ def _loaders(found: Mapping[int, Mapping[str, Any]], given: int) -> tuple[str, s
     return f"{seen}; best data.loader_workers={best} ({parts})", remedy
 
 
-def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the logged rows of a training say: medians without the first two steps, and the highest peak."""
-    later = rows[2:] or rows
-    return {
-        "step_s": statistics.median([row["step_time_s"] for row in later]) if later else math.nan,
-        "data_s": statistics.median([row["data_time_s"] for row in later]) if later else math.nan,
-        "peak_bytes": max((row["peak_memory_bytes"] for row in rows), default=0),
-    }
-
-
 # ---------------------------------------------------------------- training
 # The last check: one `TorchTrainer` fit in which the same workers train two steps in each supported precision.
 
@@ -230,8 +220,7 @@ def train_steps(config: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [_collectives(workers)] if workers.world_size > 1 else []
     local_rank = ray.train.get_context().get_local_rank()
     import_from(config["folder"])  # a job may name classes of the user's: importable before it is unpickled
-    for payload in config["jobs"]:
-        rows.append(_train(cloudpickle.loads(payload), workers, local_rank))
+    rows += [_train(cloudpickle.loads(payload), workers, local_rank) for payload in config["jobs"]]
     gathered = workers.all_gather_object([{**row, "rank": workers.rank} for row in rows])
     return [row for rank_rows in gathered for row in rank_rows]
 
@@ -270,11 +259,16 @@ def _train(packed: tuple[Any, Any], workers: Any, local_rank: int) -> dict[str, 
     places = sorted({str(parameter.device) for parameter in session.trainable.module.parameters()})
     budget = process_budget(session.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit,
                             processes=session.sharing)  # fmt: skip
+    later = logged[2:] or logged  # without the first two steps
+    times = ([one[name] for one in later] for name in ("step_time_s", "data_time_s"))
+    step_s, data_s = (statistics.median(taken) if taken else math.nan for taken in times)
     row = {"what": "training", "precision": dtype, "losses": [one["loss"] for one in logged],
            "steps": session.state.step, "moved": moved, "rows": loop.sizing.now, "asked": loop.sizing.planned,
            "device": str(session.device), "devices": places, "copies": vars(copies), "products": dict(products),
            "wanted": str(session.policy.autocast_dtype or session.policy.master_dtype).removeprefix("torch."),
-           "budget": budget, **figures_of(logged), "seconds": time.perf_counter() - began}  # fmt: skip
+           "budget": budget, "step_s": step_s, "data_s": data_s,
+           "peak_bytes": max((one["peak_memory_bytes"] for one in logged), default=0),
+           "seconds": time.perf_counter() - began}  # fmt: skip
     session.close()
     return row
 
@@ -324,15 +318,13 @@ def _collectives(workers: Any) -> dict[str, Any]:
 
 def small_jobs(inventory: Inventory, *, workers: int, formats: Sequence[str]) -> list[tuple[TrainJob, Any]]:
     """A small training in each format, and its data."""
-    from jobs.driver.local_session import worker_job
+    from jobs.driver.check_job import worker_job
 
     on_gpu = bool(inventory.devices())
     mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"
-    packed = []
-    for dtype in formats:
-        job, source = worker_job(small_job(workers=workers, threads=1, mode=mode, dtype=dtype), inventory=inventory)
-        packed.append((job, source.worker_data))
-    return packed
+    jobs = (small_job(workers=workers, threads=1, mode=mode, dtype=dtype) for dtype in formats)
+    made = (worker_job(job, inventory=inventory) for job in jobs)
+    return [(job, source.worker_data) for job, source in made]
 
 
 def run_fit(

@@ -162,9 +162,9 @@ class FirstBatch:
             raise Skipped("the module is on a GPU")
         trainable, policy = self._built()
         self._tried = trainable
+        tried = few
         try:
             self._passes(trainable, policy, few)
-            tried = few
         except InputError:
             raise
         except Exception as error:
@@ -221,9 +221,8 @@ class FirstBatch:
             order = split.order(self.spec.seed, 0)[0:rows] if name == "train" else split.eval_order()[:rows]
             batch = gathered(split, np.asarray(order), seed=self.spec.seed, epoch=0)
             fp64 = self.spec.precision.dtype == "fp64"
-            self._batches[name, rows] = (
-                cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
-            )  # as training gets them
+            batch = cast_floating(batch, torch.float64) if fp64 else self.float64.narrowed(batch)
+            self._batches[name, rows] = batch  # as training gets it
         return self._batches[name, rows]
 
     def _built(self) -> tuple[Trainable, PrecisionPolicy]:

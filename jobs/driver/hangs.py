@@ -95,7 +95,11 @@ class StuckWorkers:
         self._run.append_event(event("hang_ended", rank=rank, pid=pid, seconds=seconds, reason=reason))
         message = f"rank {rank} {what}, and its process was ended"
         record_lost_ranks(self._run, [rank], message=message, step=step_of(progress), node=node)
-        end_process(pid, node=None if self._local else node)
+        if self._local or node is None:
+            kill(pid)
+        else:  # Ray starts all workers again
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": on_node(node)}
+            ray.remote(kill).options(**options).remote(pid)
         return reason
 
 
@@ -229,15 +233,6 @@ class HangWatch:
 def pid_of(where: str) -> int:
     """The process id in the words of `signs_of_life`."""
     return int(where.rpartition("(pid ")[2].rstrip(")"))
-
-
-def end_process(pid: int, *, node: str | None) -> None:
-    """Kill a worker that does not respond, on another `node` by a task there: Ray starts all workers again."""
-    if node is None:
-        kill(pid)
-    else:
-        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": on_node(node)}
-        ray.remote(kill).options(**options).remote(pid)
 
 
 def kill(pid: int) -> None:

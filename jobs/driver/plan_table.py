@@ -120,7 +120,9 @@ def print_start(
 
 def config_rows(plan: Plan) -> list[Row]:
     """(dotted key, value, source) for every key of the configuration."""
-    return [(key, _written(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
+    values = {key: _lookup(plan.config, key) for key in plan.sources}
+    texts = {key: value if isinstance(value, str) and value else json.dumps(value) for key, value in values.items()}
+    return [(key, texts[key], source) for key, source in plan.sources.items()]
 
 
 def _rows(plan: Plan) -> dict[str, Row]:
@@ -189,8 +191,10 @@ def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]
     micro = f"{measured['micro_batch']}, as before" if "micro_batch" in measured else value["micro_batch_size"]
     batch = [_of(value["global_batch_size"], "row"), f"micro-batches of {micro}"]
     batch.append(f"{_of(value['max_steps'], 'step')}, {value['steps_per_epoch']} per epoch")
+    later = ", measured at the start" if " or " in value["precision"] else f" ({reason_of(plan.precision)})"
+    precision = f"{measured['precision']}, as before" if "precision" in measured else value["precision"] + later
     found = {
-        "machine": machine, "model": model, "data": data, "batch": batch, "precision": [_precision(plan, measured)],
+        "machine": machine, "model": model, "data": data, "batch": batch, "precision": [precision],
         "run": [path_from_here(str(plan.value("files", "")))],
     }  # fmt: skip
     return [(name, ", ".join(parts)) for name, parts in found.items()]
@@ -212,14 +216,6 @@ def _machines(inventory: Mapping[str, Any]) -> str:
     return ", ".join([*parts, *(f"{number} x {name}" for name, number in gpus.items())] + ([] if gpus else ["no GPU"]))
 
 
-def _precision(plan: Plan, measured: Mapping[str, Any]) -> str:
-    if "precision" in measured:
-        return f"{measured['precision']}, as before"
-    rows = {name: (value, reason) for name, value, reason in plan.rows()}
-    value, reason = rows["precision"]
-    return f"{value}, measured at the start" if " or " in value else f"{value} ({reason})"
-
-
 def _count(number: Any) -> str:
     if not isinstance(number, int) or not number:
         return "an unknown number of"
@@ -227,11 +223,6 @@ def _count(number: Any) -> str:
         if number >= limit:
             return f"{number / limit:.3g} {unit}"
     return f"{number:,}"
-
-
-def _written(value: Any) -> str:
-    """A value as people write it in a job file."""
-    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _lookup(config: Mapping[str, Any], key: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.devices.inventory import inventory_from_json
@@ -33,16 +32,6 @@ NOTHING_FITS = "NothingFits"
 LEAST_SAVING = 0.01
 
 
-@dataclass(frozen=True)
-class MemoryRemedy:
-    """One change of the job, and what it saves."""
-
-    setting: str  # `key=value`, as it is typed on the command line
-    saved_bytes: int  # of the process that ran out of memory
-    meaning: str  # what it changes or costs
-    on_resume: bool  # whether `train --resume RUN` may set it; otherwise it needs a new run
-
-
 def record_remedies(run: RunFolder, *, failed: bool, reason: str) -> None:
     """Write the event with the remedies of a run that memory ended; the report and the terminal show them. Nothing is
     written for other runs, and for a job with Python objects, which cannot be planned again from its records."""
@@ -57,10 +46,9 @@ def record_remedies(run: RunFolder, *, failed: bool, reason: str) -> None:
         needed, found = memory_remedies(plan, *_in_force(run, plan, fault), process=process)
     except InputError:
         return
-    best = found[0].setting if found else "none"
+    best = found[0]["setting"] if found else "none"
     why = f"{best} is the first of {len(found)} changes that need less memory"
-    listed = [asdict(one) for one in found]
-    run.append_event(event("memory_remedies", process=process, needed_bytes=needed, remedies=listed, reason=why))
+    run.append_event(event("memory_remedies", process=process, needed_bytes=needed, remedies=found, reason=why))
 
 
 def _in_force(run: RunFolder, plan: Plan, fault: Fault | None) -> tuple[int, str]:
@@ -76,9 +64,13 @@ def _in_force(run: RunFolder, plan: Plan, fault: Fault | None) -> tuple[int, str
     return micro, attempts[-1] if attempts else widest(plan.precision)
 
 
-def memory_remedies(plan: Plan, micro: int, precision: str, *, process: str) -> tuple[int, list[MemoryRemedy]]:
+def memory_remedies(plan: Plan, micro: int, precision: str, *, process: str) -> tuple[int, list[dict[str, Any]]]:
     """Bytes that the process was estimated to need, and what needs less, at the end of a run with this micro-batch and
-    precision. `process` is the choice of the plan with its bytes: `memory` or `host_memory`."""
+    precision. `process` is the choice of the plan with its bytes: `memory` or `host_memory`.
+
+    A remedy is {"setting": `key=value` as it is typed, "saved_bytes": of the process, "meaning": what it changes or
+    costs, "on_resume": whether `train --resume RUN` may set it}.
+    """
     in_force = [f"loop.micro_batch_size={micro}", f"precision.dtype={precision}"]
     unchanged = _planned(plan, *in_force)
     needed = int(unchanged.value(process, 0) or 0)
@@ -101,7 +93,7 @@ def memory_remedies(plan: Plan, micro: int, precision: str, *, process: str) -> 
             placed = other.choices()["experts"]
             text = f"experts: {placed.value_or('?')}, {getattr(placed, 'reason', '')}"
             meaning = f"{meaning}; {text}" if meaning else text
-        found.append(MemoryRemedy(setting, saved, meaning, on_resume))
+        found.append({"setting": setting, "saved_bytes": saved, "meaning": meaning, "on_resume": on_resume})
     return needed, found
 
 

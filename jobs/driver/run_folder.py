@@ -107,21 +107,21 @@ class Resumed:
         return self.run
 
 
+def newest_unfinished(loaded: LoadedSpec) -> Resumed | None:
+    """The newest unfinished run of this job."""
+    found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
+    return None if found is None else Resumed(found, loaded, [])
+
+
 def open_resumed(
-    resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None,
-    mapping: Mapping[str, Any] | None = None,
-) -> Resumed | None:  # fmt: skip
-    """Find the run to resume; None for "auto" if there is none.
+    resume: str, path: Path | None, overrides: Sequence[str], *, mapping: Mapping[str, Any] | None = None
+) -> Resumed:
+    """Open the run folder to resume.
 
     Args:
-        resume: a run folder, or "auto": the newest unfinished run of the job `loaded`.
         path: a JOB.yaml, which may change only some keys, as may the overrides.
         mapping: the job as given from Python, instead of `path`: with the objects that no run folder can hold.
     """
-    if resume == "auto":
-        assert loaded is not None
-        found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
-        return None if found is None else Resumed(found, loaded, [])
     try:
         run = RunFolder.open(resume)
     except InputError as error:

@@ -122,8 +122,44 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, work
         with restored_environment(), _loggers_restored():
             yield from _already_connected(verbose=verbose)
         return
-    with _program_restored():
-        yield from _connected(address, num_cpus=num_cpus, num_gpus=num_gpus, verbose=verbose, workers=workers)
+    with _program_restored(), contextlib.ExitStack() as stack:
+        if address == "auto":  # Ray would look for it itself, but not see that a cluster listens on loopback only
+            from raytrain.execution.ray_private import running_address
+
+            try:
+                address = running_address()
+            except ConnectionError as error:
+                raise unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
+        variables = ray_environment(local_cluster=address == "local", quiet=not verbose)
+        if loopback_only(address):
+            variables |= LOOPBACK
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+        options = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
+        if address == "local":
+            private = stack.enter_context(private_ray(workers=workers))
+            private.set_environment(os.environ)
+            folder = private.folder
+            options |= {"num_cpus": num_cpus, "num_gpus": num_gpus, **private.options}
+        else:
+            folder = stack.enter_context(private_folder())
+        cluster = Cluster(address == "local", address, folder)
+        try:
+            with restored_handlers():  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
+                # imported meanwhile is what the driver needs next; the slowest are Ray Train and pandas
+                start_ray(cluster.address, options, folder=cluster.folder, imports="raytrain.execution.trainer")
+            from raytrain.execution.ray_private import no_pages_of_daemons  # imports Ray
+            from raytrain.execution.trainer import quiet_ray
+
+            if not verbose:
+                quiet_ray()
+            with _ray_errors_explained(), contextlib.nullcontext() if verbose else no_pages_of_daemons():
+                yield cluster
+        finally:
+            cluster.ended.set()
+            with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
+                if "ray" in sys.modules:
+                    sys.modules["ray"].shutdown()
 
 
 @contextlib.contextmanager
@@ -154,47 +190,6 @@ def _loggers_restored() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
-
-
-def _connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool, workers: int) -> Iterator[Cluster]:
-    if address == "auto":  # Ray would look for it itself, but not see that a cluster listens on loopback only
-        from raytrain.execution.ray_private import running_address
-
-        try:
-            address = running_address()
-        except ConnectionError as error:
-            raise unreachable("auto", "no Ray cluster runs on this machine, and RAY_ADDRESS is not set") from error
-    variables = ray_environment(local_cluster=address == "local", quiet=not verbose)
-    if loopback_only(address):
-        variables |= LOOPBACK
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-    options = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
-    with contextlib.ExitStack() as stack:
-        if address == "local":
-            private = stack.enter_context(private_ray(workers=workers))
-            private.set_environment(os.environ)
-            folder = private.folder
-            options |= {"num_cpus": num_cpus, "num_gpus": num_gpus, **private.options}
-        else:
-            folder = stack.enter_context(private_folder())
-        cluster = Cluster(address == "local", address, folder)
-        try:
-            with restored_handlers():  # Ray puts a handler of SIGTERM in place that exits with 15; every verb has 130
-                # imported meanwhile is what the driver needs next; the slowest are Ray Train and pandas
-                start_ray(cluster.address, options, folder=cluster.folder, imports="raytrain.execution.trainer")
-            from raytrain.execution.ray_private import no_pages_of_daemons  # imports Ray
-            from raytrain.execution.trainer import quiet_ray
-
-            if not verbose:
-                quiet_ray()
-            with _ray_errors_explained(), contextlib.nullcontext() if verbose else no_pages_of_daemons():
-                yield cluster
-        finally:
-            cluster.ended.set()
-            with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
-                if "ray" in sys.modules:
-                    sys.modules["ray"].shutdown()
 
 
 @contextlib.contextmanager

@@ -184,7 +184,7 @@ def fit_watched(
         ClusterLost: Ray itself was lost.
         WorkersChange: an elastic run continues with another number of workers.
     """
-    fitting = _Fit(spec, opened, cluster, data=data, console=console, activity=activity)
+    fitting = _Fit(spec, opened, cluster, data=data, activity=activity)
     activity.begin("")
     try:
         result = _watched(fitting, spec, opened, signals=signals, console=console)
@@ -238,9 +238,7 @@ def _watched(fitting: _Fit, spec: JobSpec, opened: OpenRun, *, signals: StopSign
 class _Fit:
     """Runs `fit` in its own thread, since only the main thread receives signals."""
 
-    def __init__(
-        self, spec: JobSpec, opened: OpenRun, cluster: Cluster, *, data: Any, console: Console, activity: Activity
-    ) -> None:
+    def __init__(self, spec: JobSpec, opened: OpenRun, cluster: Cluster, *, data: Any, activity: Activity) -> None:
         self._run_folder, self._plan, self._cluster = opened.run, opened.plan, cluster
         self._watch = ClusterWatch(local=cluster.local)
         self.phases = activity.phases
@@ -261,10 +259,8 @@ class _Fit:
         self._elastic = None
         if isinstance(bounds, tuple) and not cluster.local:
             self._elastic = ElasticWorkers(bounds, workers)
-        connection, attempt = self._hosts.connection, opened.attempt
-        job = train_job(
-            spec, opened.plan, opened.run, attempt=attempt, claimed=opened.claimed, connection=connection
-        )  # fmt: skip
+        taken: Any = {"attempt": opened.attempt, "claimed": opened.claimed, "connection": self._hosts.connection}
+        job = train_job(spec, opened.plan, opened.run, **taken)
         options = {
             "data": data,
             "channel": self.channel,

@@ -442,9 +442,7 @@ def as_reference(spec: JobSpec) -> tuple[JobSpec, set[str]]:
         if section == "experts" and not has_experts:
             continue
         current = getattr(spec, section)
-        value = getattr(current, name)
-        if value == reference or value == "fp64":
-            continue
-        changed.add(key)
-        spec = spec.model_copy(update={section: current.model_copy(update={name: reference})})
+        if getattr(current, name) not in (reference, "fp64"):
+            changed.add(key)
+            spec = spec.model_copy(update={section: current.model_copy(update={name: reference})})
     return spec, changed

@@ -78,7 +78,7 @@ def follow_log(server: JobServer, job_id: str) -> JobDetails:
         else:
             answered = time.monotonic()
             pause_s = max(EVERY_S, ASKED_LESS * (answered - asked))
-            print_log(log[printed:])
+            print(log[printed:], end="", flush=True)
             printed = len(log)
             if job.status.is_terminal():
                 return job
@@ -90,11 +90,6 @@ def go_on(server: JobServer, job_id: str) -> str:
     where = ("--address", server.address)
     follow = shell_command("submit", "logs", job_id, "--follow", *where)
     return f"Follow it with: {follow}; stop it with: {shell_command('submit', 'stop', job_id, *where)}"
-
-
-def print_log(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def say(text: str) -> None:

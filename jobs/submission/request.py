@@ -70,13 +70,13 @@ def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> J
     if verb in ("train", "tune", "infer"):
         return _job_request(verb, given, options)
     if verb == "bench":
-        _check_lasting("--out", options.get("out"), needed=True)
+        _check_lasting("--out", options["out"], needed=True)
     if verb == "export":
-        _check_lasting("RUN", options.get("run"), needed=True)
-        _check_lasting("--to", options.get("target"))
+        _check_lasting("RUN", options["run"])
+        _check_lasting("--to", options["target"])
     if verb == "report":
-        for run in options.get("runs") or ("runs/latest",):
-            _check_lasting("RUN_DIR", run, needed=True)
+        for run in options["runs"] or ("runs/latest",):
+            _check_lasting("RUN_DIR", run)
     return JobRequest(verb, given)
 
 
@@ -119,7 +119,6 @@ def _resumed_spec(verb: str, folder: str, path: Path | None, overrides: Sequence
     from jobs.driver.run_folder import check_checkpoints, open_resumed
 
     resumed = open_resumed(folder, path, overrides)
-    assert resumed is not None  # None is for "auto"
     check_checkpoints(resumed)
     return resumed.loaded.spec
 
@@ -314,8 +313,11 @@ EXACT = {"python": 2, "torch": 3, "ray": 3}
 def check_versions(here: Mapping[str, str | None], there: Mapping[str, str | None], *, install: bool) -> None:
     """Raise InputError that names each version that differs, here and there. With `install` the job gets the torch that
     is used here; Ray starts it with its own Python and its own version."""
-    differ = [name for name, parts in EXACT.items() if _release(here[name], parts) != _release(there[name], parts)]
-    wrong = [name for name in differ if not (install and name == "torch")]
+    wrong = []
+    for name, parts in EXACT.items():
+        one, other = ((found[name] or "").partition("+")[0].split(".")[:parts] for found in (here, there))
+        if one != other and not (install and name == "torch"):
+            wrong.append(name)
     if wrong:
         raise InputError(
             "environment of the cluster",
@@ -325,10 +327,6 @@ def check_versions(here: Mapping[str, str | None], there: Mapping[str, str | Non
             if wrong == ["torch"]
             else "start the cluster with these versions, or submit from an environment with its versions",
         )
-
-
-def _release(version: str | None, parts: int) -> list[str]:
-    return (version or "").partition("+")[0].split(".")[:parts]
 
 
 def runtime_environment(*, working_dir: Path, install: bool) -> dict[str, Any]:

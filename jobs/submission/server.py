@@ -58,9 +58,8 @@ def exit_code(job: JobDetails) -> int | None:
     """The exit code that a job stands for: 0 done, 130 stopped, 128 + signal if killed; None while it runs."""
     if not job.status.is_terminal():
         return None
-    fixed = {"SUCCEEDED": 0, "STOPPED": 130}.get(job.status.value)
     code = 1 if job.driver_exit_code is None else job.driver_exit_code
-    return fixed if fixed is not None else 128 - code if code < 0 else code
+    return {"SUCCEEDED": 0, "STOPPED": 130}.get(job.status.value, 128 - code if code < 0 else code)
 
 
 def outcome(job: JobDetails) -> str:
@@ -119,7 +118,11 @@ class JobServer(JobSubmissionClient):
                 "`ray get-auth-token` prints it)",
             ) from error
         except requests.RequestException as error:
-            raise ServerSilent(self.address, _root_of(error)) from error
+            root: BaseException = error  # the error below those of the HTTP library, such as "Connection refused"
+            while below := root.__cause__ or root.__context__:
+                root = below
+            reason = getattr(root, "strerror", None) or str(root) or type(root).__name__
+            raise ServerSilent(self.address, reason) from error
 
     def request(self, method: str, path: str, **options: Any) -> Any:
         """A request for which Ray's client has no method."""
@@ -196,13 +199,6 @@ class JobServer(JobSubmissionClient):
                 self.stop_job(job_id)
                 self.ended(job_id, within_s=10)
                 self.delete_job(job_id)
-
-
-def _root_of(error: BaseException) -> str:
-    """Why a request got no answer: the error below those of the HTTP library, such as "Connection refused"."""
-    while below := error.__cause__ or error.__context__:
-        error = below
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _last_line(error: Exception) -> str:

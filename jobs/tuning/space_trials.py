@@ -326,7 +326,7 @@ class SpaceTrial(tune.Trainable):
             time.sleep(LOOK_EVERY_S)
         try:
             resumed = open_resumed(path, None, [])
-            return resumed if resumed is None or resumed.finished else check_checkpoints(resumed)
+            return resumed if resumed.finished else check_checkpoints(resumed)
         except InputError:
             if run.alive():
                 raise

@@ -1,6 +1,6 @@
 """Small real jobs in a plain process: data, a session as the worker builds it, and instruments to look at one.
 
-Everything goes the product's own way (`jobs.driver.local_session`); only the machine is
+Everything goes the product's own way (as `jobs.driver.check_job.worker_job` without its checks); only the machine is
 invented, so that the plan is the same on every box.
 """
 
@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import raytrain.train.session
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.local_session import worker_job
+from jobs.driver.build import opened
+from jobs.driver.check_job import train_job
+from jobs.driver.planning import plan_job
+from jobs.job.spec import load_spec
 from raytrain.data.rows.contract import Source
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.plan.choice import Resolved
@@ -93,7 +96,10 @@ def make_job(
     mapping["scale"]["workers"] = world_size
     for name, section in sections.items():
         mapping[name] = {**mapping.get(name, {}), **section} if isinstance(section, Mapping) else section
-    job, source = worker_job(mapping, inventory=BOX, build=False, run=run or RunFolder("unused"))
+    loaded = load_spec(mapping=mapping)
+    source = opened(loaded.spec)
+    plan = plan_job(loaded, inventory=BOX, data_facts=source.facts)
+    job = train_job(loaded.spec, plan, run or RunFolder("unused"), attempt=1)
     for name in ("max_steps", "eval_every"):  # what a plan of objects in memory leaves to the opened data
         assert isinstance(getattr(job.plan, name), Resolved), name
     return replace(job, import_path=""), source

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from jobs.driver.plan_table import ResumedFrom
-from jobs.driver.run_folder import Resumed, changed_values, check_checkpoints, open_resumed
+from jobs.driver.run_folder import Resumed, changed_values, check_checkpoints, newest_unfinished, open_resumed
 from jobs.job.spec import load_spec
 from jobs.train import run_train
 from raytrain.checkpoint.writer import CheckpointWriter
@@ -224,17 +224,17 @@ def _start_of(pid: int) -> int:
 def test_auto_resumes_the_newest_unfinished_run_of_the_same_job(tmp_path: Path) -> None:
     mapping = {**JOB, "save": {"dir": str(tmp_path)}}
     loaded = load_spec(None, mapping=mapping)
-    assert open_resumed("auto", None, [], loaded=loaded) is None
+    assert newest_unfinished(loaded) is None
     older = run_in(tmp_path, status="interrupted")
     newer = run_in(tmp_path)
     assert older.path != newer.path
-    found = open_resumed("auto", None, [], loaded=loaded)
+    found = newest_unfinished(loaded)
     assert found is not None and found.run.path == newer.path
     newer.write_json(newer.result, {"status": "done"})
-    found = open_resumed("auto", None, [], loaded=loaded)
+    found = newest_unfinished(loaded)
     assert found is not None and found.run.path == older.path
     changed = load_spec(None, ["loop.max_steps=11"], mapping=mapping)
-    assert open_resumed("auto", None, [], loaded=changed) is None
+    assert newest_unfinished(changed) is None
     assert os.path.basename(older.path) in os.listdir(tmp_path)
 
 
