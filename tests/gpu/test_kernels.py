@@ -176,9 +176,9 @@ def gathered(rank: int, port: int, answers: Any) -> None:
     torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl", init_method=address, rank=rank, world_size=2, device_id=device)
-    workers, inner, seconds = Workers(), wrap.configure, {}
+    workers, seconds = Workers(), {}
     for overlap in (False, True):
-        wrap.configure = lambda part, own, at=overlap, **rest: inner(part, own, **{**rest, "overlap": at})
+        wrap.on_gpu = lambda _, at=overlap: at
         trainable = gpt(layers=12, heads=8, width=1024, context=256, vocab_size=1000)
         order = wrap.BlockOrder(workers, device=device)
         wrap.shard(trainable, device=device, policy=policy_for("bf16"), workers=workers, order=order)

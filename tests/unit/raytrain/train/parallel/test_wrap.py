@@ -76,10 +76,7 @@ def collectives_of(monkeypatch: pytest.MonkeyPatch, *, overlap: bool) -> tuple[l
         return real(self, *given, **named)
 
     monkeypatch.setattr(wrap.TimedCollective, "__call__", called)
-    inner = wrap.configure
-    monkeypatch.setattr(
-        wrap, "configure", lambda part, workers, **rest: inner(part, workers, **{**rest, "overlap": overlap})
-    )
+    monkeypatch.setattr(wrap, "on_gpu", lambda _: overlap)
     trainable = Trainable(module, lambda *_: LossOutput(torch.zeros(())), blocks="0")
     policy = policy_for("fp32")
     cpu = torch.device("cpu")
