@@ -14,7 +14,7 @@ def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     from jobs.job.keys import job_rows
     from jobs.job.spec import recipe_names
 
-    given: Sequence[str] = ctx.params.get(param.name or "") or ()
+    given = list[str](ctx.params.get(param.name or "") or ())
     before = given[-1] if given else ""
     apart = len(given) > 1 and before == "="  # bash takes KEY, = and VALUE for three words
     before = given[-2] if apart else before

@@ -19,7 +19,8 @@ import torch
 from cluster.config import Positive, Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check
 from jobs.bench.harness.options import BenchOptions, key
-from jobs.bench.harness.sessions import restored_threads, session_of
+from jobs.bench.harness.sessions import restored_threads
+from jobs.driver.local_session import session_of
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError

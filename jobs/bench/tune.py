@@ -25,7 +25,8 @@ from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.inputs import gpt_model, job_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, matrix_units
 from jobs.bench.harness.options import BenchOptions, key
-from jobs.bench.harness.sessions import SessionArm, restored_threads, session_of, timed
+from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
+from jobs.driver.local_session import session_of
 from raytrain.autotune.batch_search import PASSES, BatchDecision, SearchResults, decide, next_proposals
 from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement
 from raytrain.autotune.micro_batch import memory_budget

@@ -318,7 +318,7 @@ def _collectives(workers: Any) -> dict[str, Any]:
 
 def small_jobs(inventory: Inventory, *, workers: int, formats: Sequence[str]) -> list[tuple[TrainJob, Any]]:
     """A small training in each format, and its data."""
-    from jobs.driver.check_job import worker_job
+    from jobs.driver.local_session import worker_job
 
     on_gpu = bool(inventory.devices())
     mode = "cpu" if not on_gpu else "multi_gpu" if workers > 1 else "single_gpu"

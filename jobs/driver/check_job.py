@@ -18,14 +18,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, counted, opened
 from jobs.driver.first_batch import FirstBatch, FirstPass, certainly_on_cpu, check_first_batch, data_key
-from jobs.driver.planning import plan_job
 from jobs.driver.sharded_pass import check_sharded_pass
 from jobs.job.facts import formula_facts, uses_hosts
-from jobs.job.spec import JobSpec, LoadedSpec, load_spec
+from jobs.job.spec import JobSpec
 from raytrain.checkpoint.reader import list_checkpoints, read_manifest
 from raytrain.config.messages import abbreviated
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
@@ -330,17 +328,3 @@ def train_job(
         first_attempt=attempt, claimed_attempt=claimed or attempt,
         builder_sections={"experts": spec.experts.connected(connection)},
     )  # fmt: skip
-
-
-def worker_job(
-    job: Mapping[str, Any] | LoadedSpec, *, inventory: Inventory | None = None, connection: Connection | None = None
-) -> tuple[TrainJob, Source]:
-    """What a worker of this job gets without Ray, as for a bench, and the job's opened data. It is checked as on the
-    driver, without a micro-batch; its run folder is only named, and never written."""
-    loaded = job if isinstance(job, LoadedSpec) else load_spec(mapping=job)
-    spec = loaded.spec
-    checked = check_on_driver(spec, run_batch=False)
-    source = checked.source
-    plan = plan_job(loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=source.facts)
-    run = RunFolder(os.path.join(spec.save.dir, spec.name))
-    return train_job(spec, plan, run, attempt=1, connection=connection), source

@@ -1,6 +1,6 @@
 """Small real jobs in a plain process: data, a session as the worker builds it, and instruments to look at one.
 
-Everything goes the product's own way (as `jobs.driver.check_job.worker_job` without its checks); only the machine is
+Everything goes the product's own way (as `jobs.driver.local_session` without its checks); only the machine is
 invented, so that the plan is the same on every box.
 """
 

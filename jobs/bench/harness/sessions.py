@@ -16,11 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jobs.bench.harness.measuring import BenchMeasurement
 from jobs.driver.build import kept_for_backward
-from jobs.driver.check_job import worker_job
-from jobs.job.spec import LoadedSpec
+from jobs.driver.local_session import session_of
 from raytrain.execution.reporter import SilentReporter
-from raytrain.train.parallel.collectives import Workers
-from raytrain.train.session import Session
 
 # ---------------------------------------------------------------- plain
 # The plain PyTorch loop that raytrain is compared with: a hand-written script that uses nothing of raytrain.
@@ -110,13 +107,6 @@ def timed(run: Callable[[], Any]) -> float:
     run()
     synchronize()
     return time.perf_counter() - began
-
-
-def session_of(job: Mapping[str, Any] | LoadedSpec, *, connection: Any = None) -> Session:
-    """The session of a single worker of this job, in this process and on this machine; nothing is prepared yet. Its
-    plan is `session.job.plan`. See `worker_job`."""
-    made, source = worker_job(job, connection=connection)
-    return Session(made, workers=Workers(), source=source)
 
 
 class RunLog(SilentReporter):

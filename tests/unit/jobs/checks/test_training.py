@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jobs.checks import training
-from jobs.driver.check_job import worker_job
+from jobs.driver.local_session import worker_job
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import PrecisionPolicy
 
