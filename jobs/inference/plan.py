@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from cluster.devices.inventory import Inventory
@@ -123,7 +123,8 @@ def plan_inference(
         parent = join(target.run.path, "predictions") if target.run is not None else os.path.abspath("predictions")
         names = {entry.name for entry in open_store(parent).entries("")}
         stem = f"{target.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
-        folder = join(parent, next(name for name in (stem, *(f"{stem}-{n}" for n in count(2))) if name not in names))
+        free = (name for name in chain([stem], (f"{stem}-{n}" for n in count(2))) if name not in names)
+        folder = join(parent, next(free))
     output = OutputFolder(absolute_path(folder))
     output.check_free(resume=resume is not None)
     try:
