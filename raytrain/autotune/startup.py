@@ -166,21 +166,22 @@ def settle_precision(calibration: Calibration, *, forced: str | None, loaded: Lo
         settle_layers(calibration, [session.precision or ""])
         return
     assert isinstance(planned, Deferred), "what is resolved has a value"
-
-    def measure() -> Record:
-        session.prepare("fp32")
-        use_fitting_rows(calibration)
-        settle_layers(calibration, planned.bounds)
-        calibration.begin("precisions")
-        return _record(*measure_precision(calibration.probe, planned.bounds))
-
-    record = calibration.settle("precision", measure)
+    record = calibration.settle("precision", partial(_measured_precision, calibration, planned.bounds))
     if session.precision is None:
         session.prepare(record["value"])
         settle_layers(calibration, [record["value"]])
     else:  # a measurement has prepared it in fp32
         session.use_precision(record["value"])
     calibration.show("precision", "precision", record["value"], record)
+
+
+def _measured_precision(calibration: Calibration, candidates: Sequence[str]) -> Record:
+    """Prepare the session in fp32, and measure with as many rows as fit."""
+    calibration.session.prepare("fp32")
+    use_fitting_rows(calibration)
+    settle_layers(calibration, candidates)
+    calibration.begin("precisions")
+    return _record(*measure_precision(calibration.probe, candidates))
 
 
 def measure_precision(probe: StepProbe, candidates: Sequence[str]) -> tuple[Resolved, list[dict[str, Any]]]:
