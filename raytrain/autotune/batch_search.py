@@ -1,8 +1,8 @@
 """The search over batch size and precision. Pure: measurements in, the next proposals or the answer with its reasons
 out.
 
-Its goals, measured by `raytrain bench tune`: at most a quarter of the time of an exhaustive grid, and at least 0.95 of
-the throughput of its best point. How it gets there:
+Its goals, measured by `raytrain bench tune`: at most 0.3 of the time of an exhaustive grid, at least 0.95 of the
+throughput of its best point, and never more memory than the budget. How it gets there:
 
 1. Two small sizes of each precision give a line of time and one of memory. Passes get longer with each further row,
    nearly a line that bends upwards where caches end, so that lines through measured sizes bound the others.

@@ -44,7 +44,7 @@ class ShardedPasses:
     def __init__(self, module: nn.Module, order: BlockOrder) -> None:
         self.used: set[int] = set()
         self.first = True
-        self.order = order  # as above
+        self.order = order
         self._in_forward = self._idle = False
         self._versions: dict[int, int] = {}
         # a compiler would compile another variant for a mode that is on in one pass only
