@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -91,10 +92,8 @@ class LoadLog:
         """Return the row; metrics: `transport_s` (per step, mean of the workers), `host_imbalance` (max over mean), and
         with a lifecycle `experts` (living ones of a layer, mean of the layers)."""
         loads = self.loads
-        counts, used = (
-            [part.tolist() for part in half.split(loads.sizes)]
-            for half in torch.tensor(device, dtype=torch.float64).chunk(2)
-        )
+        values = iter(device)
+        counts, used = ([list(itertools.islice(values, size)) for size in loads.sizes] for _ in range(2))
         row: dict[str, Any] = {
             "kind": "load",
             "step": step,

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experts import grouped
 from raytrain.train.session import Session
-from raytrain.train.step import StepOutput
 
 LAYERS, STEPS, LOG_EVERY = 2, 12, 5
 SPARSE_STEPS = 56
@@ -48,12 +47,12 @@ def reads_by_step(session: Session) -> dict[int, list[str]]:
     """Step -> where the device was read, from the end of one step to the end of the next; set-up left out."""
     reads, steps = DeviceReads(), {}
 
-    def asked(step: int, output: StepOutput) -> tuple[bool, bool]:
+    def asked(step: int) -> list[int]:
         steps[step], reads.spots = reads.spots, []
-        return inner(step, output)
+        return inner(step)
 
     loop = session.loop(reporter=Rows(), should_stop=lambda: False)
-    inner, loop._stop_or_save = loop._stop_or_save, asked  # the last thing of an iteration, unless it saves
+    inner, loop._requests = loop._requests, asked  # the last thing of an iteration, unless it saves
     with reads:
         loop.run(session.state)
     return steps

@@ -393,13 +393,13 @@ def test_a_factor_of_the_learning_rate_scales_the_steps_of_one_expert() -> None:
         lifecycle.sleep = lambda step, factor=factor: [Change("rate", 0, (1,), "", factor=factor)] if step == 2 else []
         experts = layers_of(session)[0].experts
         before: list[Tensor] = []
-        inner = session.step.commit
+        inner = session.step.update
 
-        def commit(agreed: Any, *, step: int, inner=inner, before=before, experts=experts) -> float:
+        def update(agreed: Any, *, step: int, inner=inner, before=before, experts=experts) -> float:
             before[:] = [one.detach().clone() for one in experts.parameters()]
             return inner(agreed, step=step)
 
-        session.step.commit = commit  # type: ignore[method-assign]
+        session.step.update = update  # type: ignore[method-assign]
         train(session)
         ends.append([one.detach() - old for one, old in zip(experts.parameters(), before, strict=True)])
     for plain, scaled in zip(*ends, strict=True):
