@@ -548,7 +548,9 @@ def abort_groups(groups: Sequence[Any]) -> None:
 
 def _abort_gloo(group: Any) -> None:
     """gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out, though, ends
-    all of this member's calls in the group and closes its connections."""
-    if group.size() > 1:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))
+    all of this member's calls in the group and closes its connections. One from a peer whose connection is closed
+    already fails at once and closes no other, so every peer has its turn."""
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, END).wait(timedelta(milliseconds=1))

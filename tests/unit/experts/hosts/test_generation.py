@@ -6,7 +6,9 @@ import json
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from experts.hosts import generation
 from experts.hosts.generation import GenerationSpec, GenerationWatch, connect, open_group
 from experts.placement.policy import first_placement
+from experts.transport import abort_groups, gloo
 from raytrain.errors import RunError, StateLost
 
 
@@ -120,3 +123,23 @@ def test_a_member_joins_over_the_interface_of_its_rays_address(address: Any, mon
     os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     with pytest.raises(RunError, match="cannot connect with all others over the default interface"):
         open_group(replace(alone, number=2), rank=0)
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_an_abort_ends_a_wait_for_a_living_member_after_another_has_gone(address: Any, gone: int) -> None:
+    """Whichever of the others has gone: the connection to it is closed already."""
+
+    def opened(rank: int) -> Any:
+        store = connect(address, who="a member", limit=30.0)
+        return gloo(store, "trio", rank, 3, interface="lo", timeout_s=120.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        zero, *others = pool.map(opened, range(3))
+        abort_groups([others[gone - 1]])
+        with pytest.raises(RuntimeError):
+            zero.recv([torch.empty(1)], gone, 0).wait(timedelta(seconds=60))
+        waiting = zero.recv([torch.empty(1)], 3 - gone, 0)
+        ended = pool.submit(waiting.wait, timedelta(seconds=60))
+        abort_groups([zero])
+        with pytest.raises(RuntimeError, match="pair closure"):
+            ended.result(timeout=30)

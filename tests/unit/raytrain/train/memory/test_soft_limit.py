@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import queue
 import threading
@@ -26,9 +28,16 @@ MB = 10**6
 KEPT: list[torch.Tensor] = []
 
 
+def fresh(numbers: int) -> torch.Tensor:
+    """fp32 ones on new pages: malloc may have kept as much of what other tests have freed, which is in use already."""
+    pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
+
+
 @pytest.mark.covers("MEM-07")
 def test_200_mb_above_a_limit_100_mb_away_give_one_warning_with_the_tensor_and_who_keeps_it() -> None:
     found: queue.Queue[SoftLimitWarning] = queue.Queue()
+    gc.collect()
     # without the pages of files, which the kernel may take away at any time
     limit, looked, filled = process_memory().anonymous + 100 * MB, queue.Queue[int](), threading.Event()
 
@@ -44,10 +53,10 @@ def test_200_mb_above_a_limit_100_mb_away_give_one_warning_with_the_tensor_and_w
             for _ in range(3):
                 assert looked.get(timeout=60) <= limit
             assert found.empty(), "not before"
-            KEPT.append(torch.ones(50 * MB))
+            KEPT.append(fresh(50 * MB))
             filled.set()
             warning = found.get(timeout=60)
-            KEPT.append(torch.ones(25 * MB))
+            KEPT.append(fresh(25 * MB))
             thread.join(60)
             assert not thread.is_alive(), "it has warned: nothing is left to look for"
         assert found.empty() and watch.look() is None
