@@ -15,11 +15,7 @@ class Section(BaseModel):
     """One section of a job: strict types, no unknown keys, frozen once read."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        arbitrary_types_allowed=True,
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True
     )
 
 

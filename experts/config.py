@@ -100,8 +100,7 @@ DEFAULT_EXPERTS = 4
 """Experts of a layer of a built-in model where `num_experts` is null."""
 
 HostsByAccelerator = Annotated[
-    dict[Text, Count],
-    Field(min_length=1, json_schema_extra={"expected": "a mapping such as {A100: 4, T4: 8}"}),
+    dict[Text, Count], Field(min_length=1, json_schema_extra={"expected": "a mapping such as {A100: 4, T4: 8}"})
 ]
 """Accelerator type -> how many hosts of it, such as {A100: 4, T4: 8}."""
 

@@ -52,12 +52,7 @@ RAY_LAZILY = {
     "jobs.__main__",
 }
 """Modules that import Ray inside functions only."""
-RAY_AT_THE_EDGE = (
-    "raytrain.execution",
-    "raytrain.infer.ray_data",
-    "raytrain.infer.stages.actors",
-    "experts.hosts",
-)
+RAY_AT_THE_EDGE = ("raytrain.execution", "raytrain.infer.ray_data", "raytrain.infer.stages.actors", "experts.hosts")
 """Modules, or packages with everything in them, that import Ray. So may all of `jobs`."""
 TORCH_FREE = {
     "raytrain.config.sections",

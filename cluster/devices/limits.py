@@ -80,11 +80,7 @@ def cpu_description(*, root: Path = ROOT) -> tuple[str, dict[str, bool]]:
         fields.setdefault(name.strip().lower(), value.strip())
     words = set(fields.get("flags", "").split())
     features = set(fields.get("features", "").split())
-    flags = {
-        "amx_bf16": "amx_bf16" in words,
-        "avx512_bf16": "avx512_bf16" in words,
-        "arm_bf16": "bf16" in features,
-    }
+    flags = {"amx_bf16": "amx_bf16" in words, "avx512_bf16": "avx512_bf16" in words, "arm_bf16": "bf16" in features}
     model = fields.get("model name") or fields.get("cpu model")
     if not model and "cpu part" in fields:  # on ARM, cpuinfo has numbers instead of a name
         model = f"ARM implementer {fields.get('cpu implementer', '?')} part {fields['cpu part']}"

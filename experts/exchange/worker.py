@@ -227,10 +227,7 @@ class ExpertClient:
                 vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
 
         result = self._commit.run(
-            local.step,
-            max_grad_norm=self.optim.max_grad_norm,
-            fill_in=fill_in,
-            announcement=self._announcement[1],
+            local.step, max_grad_norm=self.optim.max_grad_norm, fill_in=fill_in, announcement=self._announcement[1]
         )
         self._forget_passes()
         self.busy_s = [total + own for total, own in zip(self.busy_s, result.busy_s, strict=True)]

@@ -23,22 +23,9 @@ from torch import Tensor
 from experts.lifecycle import policy
 from experts.lifecycle.controller import Lifecycle
 from experts.lifecycle.graph import EDGE_TYPES, ExpertGraph, Link
-from experts.lifecycle.measures import (
-    clusters,
-    coactivation,
-    output_similarity,
-    shared_rows,
-    specialisation,
-)
+from experts.lifecycle.measures import clusters, coactivation, output_similarity, shared_rows, specialisation
 from experts.lifecycle.replay import Reservoir
-from experts.lifecycle.replayed_model import (
-    TEACHER,
-    LayerView,
-    Recorder,
-    ReplayedModel,
-    answer_of,
-    row_uncertainty,
-)
+from experts.lifecycle.replayed_model import TEACHER, LayerView, Recorder, ReplayedModel, answer_of, row_uncertainty
 from experts.lifecycle.table import Change
 from raytrain.checkpoint.snapshot import before_update
 from raytrain.train.memory.device import Shortage

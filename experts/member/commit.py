@@ -17,13 +17,7 @@ from experts.config import Key, LayerShape
 from experts.lifecycle.changes import change_experts, needed_states
 from experts.lifecycle.controller import extra_counts
 from experts.lifecycle.table import Change, ExpertTable, TableMismatch
-from experts.member.moves import (
-    Migration,
-    Transfer,
-    exchange_along,
-    gradient_transfers,
-    send_fresh_weights,
-)
+from experts.member.moves import Migration, Transfer, exchange_along, gradient_transfers, send_fresh_weights
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import Placement
 from experts.transport import HeaderMismatch, JointGroup

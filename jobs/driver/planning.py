@@ -9,14 +9,7 @@ from typing import Any
 from cluster.devices.gpus import MIG, VISIBLE, narrow_visible
 from cluster.devices.inventory import Inventory, installed_torch, local_inventory
 from experts.sizes import check_room, idle_keys, shared_out
-from jobs.job.facts import (
-    configured_hosts,
-    formula_facts,
-    resolved,
-    shapes_of_data,
-    uses_hosts,
-    warn_of_named_devices,
-)
+from jobs.job.facts import configured_hosts, formula_facts, resolved, shapes_of_data, uses_hosts, warn_of_named_devices
 from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.decode import encode
 from raytrain.models.huggingface import folder_facts

@@ -111,10 +111,7 @@ def fit(
             accelerator_type=accelerator_type(job.plan, local=local),
         ),
         torch_config=Collectives(  # pyright: ignore[reportArgumentType]  (has all the attributes that Ray uses, without importing torch)
-            backend=job.planned("backend"),
-            loopback=local,
-            interface="lo" if local else interface,
-            channel=channel,
+            backend=job.planned("backend"), loopback=local, interface="lo" if local else interface, channel=channel
         ),
         run_config=RunConfig(
             name=split(job.run_path)[1],

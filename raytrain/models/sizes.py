@@ -237,11 +237,7 @@ def model_facts(builder: str, keys: Mapping[str, Any], source_facts: Mapping[str
 
 
 def known_facts(
-    builder: str,
-    known: BuilderKeys,
-    keys: Mapping[str, Any],
-    source_facts: Mapping[str, Any],
-    **sections: Any,
+    builder: str, known: BuilderKeys, keys: Mapping[str, Any], source_facts: Mapping[str, Any], **sections: Any
 ) -> ModelFacts | None:
     """Return the sizes of one known builder; arguments and errors as in `model_facts`."""
     accepted = [*known.required, *known.defaults]

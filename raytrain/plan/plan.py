@@ -13,14 +13,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.devices.inventory import Inventory
-from raytrain.config.sections import (
-    DataConfig,
-    LoopConfig,
-    OptimConfig,
-    PrecisionConfig,
-    SaveConfig,
-    ScaleConfig,
-)
+from raytrain.config.sections import DataConfig, LoopConfig, OptimConfig, PrecisionConfig, SaveConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan import batch, expert_hosts, memory, speed
 from raytrain.plan import machines as devices

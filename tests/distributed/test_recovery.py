@@ -25,13 +25,7 @@ Fit = Callable[..., Any]
 @pytest.mark.timeout(240)
 @pytest.mark.covers("DEV-02")
 def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: Callable[..., Any]) -> None:
-    run = fit(
-        guest_job(
-            model={"fault": "always_raises", "at": 5},
-            save={"every": 2},
-            scale={"mode": "multi_gpu"},
-        )
-    )
+    run = fit(guest_job(model={"fault": "always_raises", "at": 5}, save={"every": 2}, scale={"mode": "multi_gpu"}))
     assert run.result["status"] == "failed"
     assert "KeyError" in run.result["reason"] and "planted at pass 5" in run.result["reason"]
     assert re.search(r"guest_code\.py:\d+ in always_raises$", run.result["reason"]), run.result["reason"]

@@ -10,17 +10,7 @@ import pytest
 import torch
 from gang import run_gang
 from lab import train
-from row_counts import (
-    Clock,
-    Pairs,
-    Seen,
-    as_arrays,
-    batches_of,
-    dropping,
-    numbered,
-    plain_losses,
-    session_of,
-)
+from row_counts import Clock, Pairs, Seen, as_arrays, batches_of, dropping, numbered, plain_losses, session_of
 
 from raytrain.errors import InputError, RunError
 

@@ -153,9 +153,7 @@ class Worked(Items):
 
 
 @pytest.mark.covers("DATA-08", "DATA-16")
-def test_rows_are_resident_before_the_first_step_and_need_no_further_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_resident_before_the_first_step_and_need_no_further_work(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     run = TrainingStep.run
     monkeypatch.setattr(TrainingStep, "run", lambda self, *a, **k: order.append("step") or run(self, *a, **k))

@@ -83,9 +83,7 @@ def test_bf16_saves_at_least_half_the_bytes_for_backward_and_the_ratio_is_report
 
 
 @pytest.mark.covers("PERF-07", "MEM-12", "TEST-04")
-def test_accumulation_and_recomputation_lower_the_peak_of_the_same_step(
-    part: Callable[[str], dict[str, Any]],
-) -> None:
+def test_accumulation_and_recomputation_lower_the_peak_of_the_same_step(part: Callable[[str], dict[str, Any]]) -> None:
     """Above a floor with torch and the workspaces of its libraries; also in bf16."""
     document = part("memory")
     small, recomputed, half = document["ratios"]

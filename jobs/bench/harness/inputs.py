@@ -48,10 +48,7 @@ def draw_bytes(seed: int, size: int = 60_000) -> bytes:
 def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str, torch.Tensor]:
     """Random features "x", (rows, features), with random "labels"."""
     draw = torch.Generator().manual_seed(seed)
-    return {
-        "x": torch.randn(rows, features, generator=draw),
-        "labels": torch.randint(classes, (rows,), generator=draw),
-    }
+    return {"x": torch.randn(rows, features, generator=draw), "labels": torch.randint(classes, (rows,), generator=draw)}
 
 
 def write_text(folder: Path, options: TextOptions, *, steps: int) -> Path:

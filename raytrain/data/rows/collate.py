@@ -50,9 +50,7 @@ def as_row(item: Any, *, key: str) -> dict[str, Any]:
         return {"x": value}
     size = f" of {len(item)}" if isinstance(item, Sequence) else ""
     raise InputError(
-        key,
-        got=f"an item that is a {type(item).__name__}{size}",
-        expected="dicts of tensors or (x, y) pairs",
+        key, got=f"an item that is a {type(item).__name__}{size}", expected="dicts of tensors or (x, y) pairs"
     )
 
 
@@ -134,9 +132,7 @@ def _stack(tensors: list[Tensor], *, key: str, path: str) -> Tensor:
     else:
         seen = " and ".join(map(str, sorted(shapes)[:2]))
         raise InputError(
-            key,
-            got=f"the shapes {seen} in '{path}'",
-            expected="shapes that differ only in their first dimension",
+            key, got=f"the shapes {seen} in '{path}'", expected="shapes that differ only in their first dimension"
         )
     return stacked.to(torch.int64) if name == "labels" and is_integer(stacked) else stacked
 

@@ -75,9 +75,7 @@ def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.nd
     start, needed = 4 + 4 * len(shape), math.prod(shape)
     if len(data) - start != needed:
         raise InputError(
-            key,
-            got=f"{len(data) - start:,} bytes of values in {path}",
-            expected=f"{needed:,} for the shape {shape}",
+            key, got=f"{len(data) - start:,} bytes of values in {path}", expected=f"{needed:,} for the shape {shape}"
         )
     return np.frombuffer(bytearray(data), dtype=np.uint8, offset=start).reshape(shape)
 

@@ -24,11 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.environment import (
-    LOOPBACK,
-    ray_environment,
-    variables_kept_from_ray,
-)
+from cluster.environment import LOOPBACK, ray_environment, variables_kept_from_ray
 from cluster.network import loopback_only
 from cluster.ray_runtime import private_ray
 from raytrain.config.user_code import imported_names, is_users_file

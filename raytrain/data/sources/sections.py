@@ -152,10 +152,7 @@ TABLES = ("parquet", "csv", "jsonl")
 
 def is_table(data: Any) -> bool:
     """Whether `data` is a pyarrow Table or a pandas DataFrame, without importing either."""
-    return (type(data).__module__.split(".")[0], type(data).__name__) in {
-        ("pyarrow", "Table"),
-        ("pandas", "DataFrame"),
-    }
+    return (type(data).__module__.split(".")[0], type(data).__name__) in {("pyarrow", "Table"), ("pandas", "DataFrame")}
 
 
 def refuse_class(data: Any, *, key: str) -> None:

@@ -83,14 +83,7 @@ def check_context(context: object) -> int:
 
 
 def text_facts(
-    train: int,
-    evaluation: int,
-    *,
-    context: int,
-    token_bytes: int,
-    vocab_size: int | None,
-    reason: str,
-    key: str,
+    train: int, evaluation: int, *, context: int, token_bytes: int, vocab_size: int | None, reason: str, key: str
 ) -> DataFacts:
     """Return the sizes of a text of `train` and `evaluation` tokens (0 = no evaluation). Raises InputError: fewer
     than two windows of training tokens (the offset of an epoch may skip up to one), or fewer than one window plus

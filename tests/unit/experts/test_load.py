@@ -39,10 +39,7 @@ def test_metrics_are_of_the_last_committed_step() -> None:
     assert made.metrics() == {}
     made.commit(committed(torch.tensor([6, 0, 0, 0, 3, 1, 1])))
     figures = {name: float(value) for name, value in made.metrics().items()}
-    assert figures == {
-        "load_imbalance": pytest.approx((3.0 + 1.5) / 2),
-        "dropped_fraction": pytest.approx(0.1),
-    }
+    assert figures == {"load_imbalance": pytest.approx((3.0 + 1.5) / 2), "dropped_fraction": pytest.approx(0.1)}
     made.commit(committed(torch.tensor([2, 2, 2, 0, 2, 2, 0]), skip=True))
     made.commit(committed(None))
     assert {name: float(value) for name, value in made.metrics().items()} == figures

@@ -222,11 +222,7 @@ def test_the_section_sets_the_shared_expert_and_the_hidden_width() -> None:
     layer = made.module.blocks[0].feed_forward
     assert layer.experts.w1.shape == (3, 20, 16)
     assert layer.shared.w3.shape == (20, 16) and layer.shared.gate is None
-    assert moe_gpt(**SIZES, experts=ExpertsConfig()).module.blocks[0].feed_forward.experts.w1.shape == (
-        4,
-        64,
-        16,
-    )
+    assert moe_gpt(**SIZES, experts=ExpertsConfig()).module.blocks[0].feed_forward.experts.w1.shape == (4, 64, 16)
     section = {"hidden": [8, 20, 8], "bias": True, "shared_expert": True, "shared_gate": True}
     layer = moe_gpt(**SIZES, experts=ExpertsConfig(**section)).module.blocks[0].feed_forward
     assert layer.router.num_experts == 3 and layer.experts.hidden_E == (8, 20, 8)

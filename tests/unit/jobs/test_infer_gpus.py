@@ -142,9 +142,7 @@ def test_gpus_without_a_core_each_are_not_all_used(cluster: Callable[..., dict[s
     assert cluster([node("a", "T4", "T4", cpus=1)])["workers"] == 1
 
 
-def test_the_type_that_scale_names_is_required_of_ray_as_it_spells_it(
-    cluster: Callable[..., dict[str, Any]],
-) -> None:
+def test_the_type_that_scale_names_is_required_of_ray_as_it_spells_it(cluster: Callable[..., dict[str, Any]]) -> None:
     nodes = [node("a", "T4", "T4"), node("b", "H100")]
     seen = cluster(nodes, "scale.accelerator=h100")
     assert (seen["workers"], seen["accelerator"], seen["dtype"]) == (1, "H100", "bf16")

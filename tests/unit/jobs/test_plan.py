@@ -41,11 +41,7 @@ NODES = """
 - {host: b, cpus: 8, memory_gib: 32}
 """
 MACHINE = Inventory(
-    nodes=(Node("a", 4, 8 << 30),),
-    source="a test",
-    cpu_model="c",
-    cpu_flags={},
-    notes=("the driver shows no device",),
+    nodes=(Node("a", 4, 8 << 30),), source="a test", cpu_model="c", cpu_flags={}, notes=("the driver shows no device",)
 )
 
 OWN_MODEL = """
@@ -261,10 +257,7 @@ def test_relative_paths_are_the_drivers(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     data = DataConfig(source="text", path=["a.txt", "s3://bucket/b.txt", "/c.txt"], vocabulary="bytes")
     keys = resolve_paths(data).keys
-    assert keys == {
-        "path": [str(tmp_path / "a.txt"), "s3://bucket/b.txt", "/c.txt"],
-        "vocabulary": "bytes",
-    }
+    assert keys == {"path": [str(tmp_path / "a.txt"), "s3://bucket/b.txt", "/c.txt"], "vocabulary": "bytes"}
     assert data.keys["path"][0] == "a.txt"
 
 
@@ -412,10 +405,7 @@ def test_the_verb_plans_for_machines_one_does_not_have(tmp_path: Path, capsys: p
     nodes = write(tmp_path / "nodes.yaml", NODES)
     assert plan_verb(path, ["scale.accelerator=A100"], as_json=True, inventory_file=nodes) == 0
     plan = Plan.from_json(json.loads(capsys.readouterr().out))
-    assert (plan.mode, plan.workers) == (
-        Resolved("multi_gpu", "there are 2 GPUs"),
-        Resolved(2, "one per GPU"),
-    )
+    assert (plan.mode, plan.workers) == (Resolved("multi_gpu", "there are 2 GPUs"), Resolved(2, "one per GPU"))
 
 
 def test_a_pipe_gets_full_lines_and_a_terminal_lines_of_its_width(tmp_path: Path) -> None:

@@ -115,11 +115,7 @@ def test_an_amd_gpu_is_read_from_the_card_with_its_unique_id(tmp_path: Path) -> 
         1700.0,
         900.0,
     )
-    assert set(asdict(second)) == DEVICE_KEYS and set(second.unavailable) == {
-        "memory_run",
-        "memory_other",
-        "throttle",
-    }
+    assert set(asdict(second)) == DEVICE_KEYS and set(second.unavailable) == {"memory_run", "memory_other", "throttle"}
 
 
 def test_the_cpu_counts_the_ticks_of_the_usable_cores_and_reads_its_sensors(tmp_path: Path) -> None:

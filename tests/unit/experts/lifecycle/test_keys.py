@@ -44,8 +44,7 @@ def test_a_contradiction_names_the_key(overrides: list[str], key: str, words: st
 
 def test_a_layer_has_room_for_all_and_starts_with_some() -> None:
     section = load_spec(
-        mapping={"model": {"builder": "experts.models:moe_gpt"}, "data": {"source": "stdlib"}},
-        overrides=[f"{MOST}=7"],
+        mapping={"model": {"builder": "experts.models:moe_gpt"}, "data": {"source": "stdlib"}}, overrides=[f"{MOST}=7"]
     ).spec.experts
     assert (check_experts(section), first_experts(section), section.least_living) == (7, 4, 2)
     with pytest.raises(InputError, match=r"at least experts\.num_experts, 4"):

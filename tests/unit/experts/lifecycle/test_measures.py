@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from experts.grouped import GroupedExperts, run_expert
-from experts.lifecycle.measures import (
-    clusters,
-    coactivation,
-    output_similarity,
-    shared_rows,
-    specialisation,
-)
+from experts.lifecycle.measures import clusters, coactivation, output_similarity, shared_rows, specialisation
 
 
 @pytest.mark.covers("SLP-06")

@@ -230,8 +230,7 @@ def test_an_expert_too_large_for_any_host_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "key"),
-    [("lpt", "experts.hosts"), ("round_robin", "experts.placement"), ("eplb", "experts.placement")],
+    ("policy", "key"), [("lpt", "experts.hosts"), ("round_robin", "experts.placement"), ("eplb", "experts.placement")]
 )
 def test_experts_that_do_not_fit_together_are_refused(policy: Policy, key: str) -> None:
     hosts, load = hosts_of(1.0, 1.0, memory=40), [[1.0] * 6]

@@ -110,9 +110,7 @@ def test_the_last_sign_of_life_is_the_newest_of_event_row_and_heartbeat(run: Run
     assert last_sign_of_life(run) == beat + 100
 
 
-def test_a_commands_time_begins_with_its_process_and_a_notebooks_with_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_commands_time_begins_with_its_process_and_a_notebooks_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setattr(result, "_COMMANDS", itertools.count())
     monkeypatch.setattr(result, "NEW_PROCESS_S", math.inf)

@@ -38,11 +38,7 @@ from raytrain.execution.ray_start import start_ray
     ],
 )
 def test_the_address_of_the_cluster(
-    configured: str | None,
-    environment: dict[str, str],
-    connected: bool,
-    address: str,
-    monkeypatch: pytest.MonkeyPatch,
+    configured: str | None, environment: dict[str, str], connected: bool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (JOB_ENVIRONMENT, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs.job.spec import (
-    JobSpec,
-    changed_keys,
-    load_spec,
-    may_change_on_resume,
-    refuse_later,
-)
+from jobs.job.spec import JobSpec, changed_keys, load_spec, may_change_on_resume, refuse_later
 from raytrain.config.decode import encode, load_yaml
 from raytrain.errors import InputError
 
@@ -283,10 +277,7 @@ def test_keys_that_a_resume_may_change(key: str, may: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "remedy"),
-    [
-        ("loop.global_batch_size=auto", "`raytrain tune` searches for a batch size"),
-    ],
+    ("override", "remedy"), [("loop.global_batch_size=auto", "`raytrain tune` searches for a batch size")]
 )
 def test_keys_of_a_later_version_are_read_and_refused_by_name(override: str, remedy: str) -> None:
     spec = load_spec(overrides=[override]).spec

@@ -6,12 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from raytrain.autotune.measurement import Candidate, Measurement
-from raytrain.autotune.micro_batch import (
-    choose_micro_batch,
-    micro_batch_record,
-    micro_batch_sizes,
-    next_micro_batch,
-)
+from raytrain.autotune.micro_batch import choose_micro_batch, micro_batch_record, micro_batch_sizes, next_micro_batch
 from raytrain.plan.choice import Resolved
 
 FLOOR = 1000

@@ -7,13 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytrain.autotune.batch_search import choose_precision
-from raytrain.autotune.measurement import (
-    Candidate,
-    Measurement,
-    beyond_noise,
-    faster_beyond_noise,
-    has_winner,
-)
+from raytrain.autotune.measurement import Candidate, Measurement, beyond_noise, faster_beyond_noise, has_winner
 from raytrain.errors import RunError
 
 NAN = float("nan")
@@ -112,10 +106,7 @@ def test_where_times_vary_a_better_median_alone_does_not_tell(
     own: tuple[float, ...], reference: tuple[float, ...], told: bool
 ) -> None:
     assert beyond_noise(own, reference) is told
-    trials = [
-        trial("fp32", *reference),
-        trial("bf16", *own),
-    ]
+    trials = [trial("fp32", *reference), trial("bf16", *own)]
     found = choose_precision(trials)
     assert (found.value == "bf16") is told
     assert ("too noisy to tell" in found.reason) is not told

@@ -454,10 +454,7 @@ def test_a_planted_pickle_is_refused_by_name_and_nothing_runs(run, tmp_path, nam
     manifest = json.loads((folder / "manifest.json").read_text())
     from hashlib import sha256
 
-    manifest["files"][name] = {
-        "bytes": len(buffer.getvalue()),
-        "sha256": sha256(buffer.getvalue()).hexdigest(),
-    }
+    manifest["files"][name] = {"bytes": len(buffer.getvalue()), "sha256": sha256(buffer.getvalue()).hexdigest()}
     seal(folder, manifest)
     with pytest.raises(CheckpointError, match=rf"{name}: looks like a pickle.*refused"):
         load(run.checkpoint_dir(20))

@@ -187,8 +187,7 @@ def test_overrides_are_merged_into_a_copy_and_the_last_wins() -> None:
     kept = object()
     given = {"loop": {"epochs": 1}, "data": {"train": kept}, "experts": {"hosts": "auto"}}
     merged, touched = apply_overrides(
-        given,
-        ["loop.max_steps=3", "loop.max_steps=4", "experts.hosts.A100=4", "name=x", "optim={lr: 1, eps: 2}"],
+        given, ["loop.max_steps=3", "loop.max_steps=4", "experts.hosts.A100=4", "name=x", "optim={lr: 1, eps: 2}"]
     )
     assert merged == {
         "loop": {"epochs": 1, "max_steps": 4},

@@ -24,13 +24,7 @@ WHO = "the process of rank 0 (pid 4711)"
         ("SYSTEM_ERROR", EOF, "", True, f"{WHO} ended unexpectedly, and the kernel killed a process out of memory"),
         ("NODE_OUT_OF_MEMORY", "running low on memory", "", False, f"{WHO} was ended by Ray's memory monitor"),
         ("USER_ERROR", "Worker exits with an exit code 3.", "", False, f"{WHO} ended with exit code 3"),
-        (
-            "SYSTEM_ERROR",
-            EOF,
-            "a\n*** SIGSEGV received at time=17 ***\n",
-            False,
-            f"{WHO} ended with SIGSEGV",
-        ),
+        ("SYSTEM_ERROR", EOF, "a\n*** SIGSEGV received at time=17 ***\n", False, f"{WHO} ended with SIGSEGV"),
         ("SYSTEM_ERROR", EOF, "Fatal Python error: Aborted\n", False, f"{WHO} ended with Aborted"),
     ],
 )

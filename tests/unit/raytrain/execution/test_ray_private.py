@@ -242,9 +242,7 @@ def test_only_a_worker_unpickles_its_function() -> None:
     assert isinstance(reference.pickled, bytes)
 
 
-def test_a_fixed_number_of_workers_needs_no_autoscaler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fixed_number_of_workers_needs_no_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = ray_private.fixed_scaling_policy(ScalingConfig(num_workers=2))
     assert policy is not None
     calls: list[str] = []

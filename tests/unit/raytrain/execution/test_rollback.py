@@ -112,10 +112,7 @@ def test_a_copy_of_a_trainable_has_its_hooks_on_the_copy() -> None:
 
     made = copy_of(
         Trainable(
-            module=module,
-            loss=lambda _module, batch: own(batch),
-            log_metrics=lambda: {"seen": module.seen},
-            weight=len,
+            module=module, loss=lambda _module, batch: own(batch), log_metrics=lambda: {"seen": module.seen}, weight=len
         )
     )
     assert made.module is not module and made.weight is len
@@ -295,12 +292,7 @@ def bad_in(steps: set[int], session: Session) -> Session:
 @pytest.mark.parametrize("log_every", [1, 10])
 @pytest.mark.parametrize(
     ("steps", "kind", "at"),
-    [
-        ({4, 5}, "done", 20),
-        ({4, 5, 7, 8}, "done", 20),
-        ({4, 5, 6}, "rollback", 6),
-        ({3, 4, 6, 7, 8}, "rollback", 8),
-    ],
+    [({4, 5}, "done", 20), ({4, 5, 7, 8}, "done", 20), ({4, 5, 6}, "rollback", 6), ({3, 4, 6, 7, 8}, "rollback", 8)],
 )
 def test_exactly_three_steps_in_a_row_that_are_not_finite_end_the_loop(
     run: RunFolder, steps: set[int], kind: str, at: int, log_every: int

@@ -50,11 +50,7 @@ def test_a_function_with_keywords_accepts_every_key_but_no_whole_section() -> No
 @pytest.mark.parametrize(
     ("keys", "key", "text"),
     [
-        (
-            {"size": 1, "dept": 3},
-            "model.dept",
-            r"did you mean model\.depth\? Got .*one of depth, size, vocab_size",
-        ),
+        ({"size": 1, "dept": 3}, "model.dept", r"did you mean model\.depth\? Got .*one of depth, size, vocab_size"),
         ({"size": 1, "zzz": 3}, "model.zzz", "expected one of depth, size, vocab_size; remove model.zzz$"),
         ({"depth": 3}, "model.size", "got no value.*plain requires it"),
     ],

@@ -8,10 +8,7 @@ from raytrain.report.inference import inference_page, rate_over_time
 
 
 def test_the_rows_of_a_unit_are_spread_over_its_time() -> None:
-    times = [
-        {"begin_s": 0.0, "end_s": 2.0, "rows": 10},
-        {"begin_s": 1.0, "end_s": 4.0, "rows": 30},
-    ]
+    times = [{"begin_s": 0.0, "end_s": 2.0, "rows": 10}, {"begin_s": 1.0, "end_s": 4.0, "rows": 30}]
     found = rate_over_time(times, points=4)
     assert [at for at, _ in found] == [0.5, 1.5, 2.5, 3.5]
     assert [rate for _, rate in found] == pytest.approx([5, 15, 10, 10])

@@ -17,14 +17,7 @@ from raytrain.report.records import RunRecords
 from raytrain.runs.folder import RunFolder
 
 TRAIN = [
-    {
-        "kind": "train",
-        "step": n,
-        "epoch": (n - 1) // 5,
-        "loss": 3.0 / n,
-        "grad_norm": 1.0 + n,
-        "step_time_s": 0.01 * n,
-    }
+    {"kind": "train", "step": n, "epoch": (n - 1) // 5, "loss": 3.0 / n, "grad_norm": 1.0 + n, "step_time_s": 0.01 * n}
     for n in range(1, 11)
 ]
 EVALS: list[dict[str, Any]] = [
@@ -41,11 +34,7 @@ def test_png_decodes_and_its_three_axes_hold_the_recorded_values(tmp_path: Path)
     assert pixels.shape[0] > 300 and pixels.shape[1] > 1000 and pixels.std() > 0
     spec = json.loads((tmp_path / "report/training_metrics.json").read_text())
     loss, accuracy, epoch = figure(spec).axes
-    assert [axes.get_title(loc="left") for axes in (loss, accuracy, epoch)] == [
-        "Loss",
-        "Accuracy",
-        "Epoch time",
-    ]
+    assert [axes.get_title(loc="left") for axes in (loss, accuracy, epoch)] == ["Loss", "Accuracy", "Epoch time"]
     train, evaluated = loss.lines
     assert list(train.get_ydata()) == [row["loss"] for row in TRAIN]
     assert list(train.get_xdata()) == [row["step"] for row in TRAIN]

@@ -61,31 +61,16 @@ def test_the_outcome_in_one_sentence(tmp_path: Path, result: dict[str, Any], sen
 def test_a_decision_of_the_run_replaces_the_plan_and_the_newest_counts(tmp_path: Path):
     waiting = {"how": "measured", "bounds": [1, 2], "reason": "later"}
     names = ("precision", "checkpoint_every", "memory")
-    decisions = [
-        ("precision", "bf16", None),
-        ("checkpoint_every", 40, None),
-        ("recovery", "raise_precision", "fp32"),
-    ]
+    decisions = [("precision", "bf16", None), ("checkpoint_every", 40, None), ("recovery", "raise_precision", "fp32")]
     events = [
-        {
-            "kind": "decision",
-            "time": 110.0,
-            "what": what,
-            "value": value,
-            "precision": precision,
-            "reason": "so",
-        }
+        {"kind": "decision", "time": 110.0, "what": what, "value": value, "precision": precision, "reason": "so"}
         for what, value, precision in decisions
     ]
     probe = {"precision": {"value": "fp16", "reason": "measured"}}
     plan = {"choices": dict.fromkeys(names, waiting)}
     records = read_records(write(tmp_path, {"plan.json": plan, "events.jsonl": events, "memory_probe.json": probe}))
     assert [records.planned(name) for name in names] == ["fp32", 40, None]
-    assert [(line.deferred, line.settled) for line in records.plan] == [
-        (False, True),
-        (False, True),
-        (True, False),
-    ]
+    assert [(line.deferred, line.settled) for line in records.plan] == [(False, True), (False, True), (True, False)]
 
 
 def test_gpus_that_could_not_be_used_are_read_from_the_plan(tmp_path: Path):
@@ -186,9 +171,4 @@ def test_figures_in_words():
         "-", "0 s", "4.2 ms", "0.5 s", "12.3 s", "1 min 01 s", "1 h 01 min"
     ]  # fmt: skip
     assert [size(b) for b in (None, 512, 3 * 2**20, 5 * 2**40)] == ["-", "512 B", "3 MiB", "5 TiB"]
-    assert [plain_number(v) for v in (None, 1234567, 24809.9, 0.00012345)] == [
-        "-",
-        "1,234,567",
-        "24,810",
-        "0.0001234",
-    ]
+    assert [plain_number(v) for v in (None, 1234567, 24809.9, 0.00012345)] == ["-", "1,234,567", "24,810", "0.0001234"]

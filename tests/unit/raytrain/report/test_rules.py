@@ -200,10 +200,7 @@ def test_the_causes_of_restarts_are_joined_without_the_stops_of_their_sentences(
 def test_fall_backs_of_the_run_and_warnings_of_the_plan():
     decision = {"kind": "decision", "what": "recovery", "value": "raise_precision", "reason": "bf16 failed"}
     seen = diagnose(records(events=[decision, {**decision, "value": "go_on"}], warnings=["one worker only"]))
-    assert [(f.severity, f.evidence) for f in seen] == [
-        ("warning", "bf16 failed"),
-        ("info", "one worker only"),
-    ]
+    assert [(f.severity, f.evidence) for f in seen] == [("warning", "bf16 failed"), ("info", "one worker only")]
 
 
 @pytest.mark.covers("TRB-34")
@@ -517,9 +514,7 @@ def test_a_run_without_a_result_is_a_warning():
 
 def test_the_worst_comes_first():
     run = records(
-        train=rows(FALLING, load_imbalance=3.0),
-        warnings=["noted"],
-        result={"status": "failed", "reason": "broken"},
+        train=rows(FALLING, load_imbalance=3.0), warnings=["noted"], result={"status": "failed", "reason": "broken"}
     )
     assert [f.severity for f in diagnose(run)] == ["error", "warning", "info", "good"]
 

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 
 from raytrain.errors import RunError
-from raytrain.runs.records import (
-    EvalRecord,
-    JsonlWriter,
-    ObjectJsonlWriter,
-    StepRecord,
-    event,
-    plain,
-    rows_of,
-)
+from raytrain.runs.records import EvalRecord, JsonlWriter, ObjectJsonlWriter, StepRecord, event, plain, rows_of
 from raytrain.runs.storage import ObjectStore
 
 

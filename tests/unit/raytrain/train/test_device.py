@@ -53,9 +53,7 @@ def test_workers_beyond_the_one_mig_device_that_cuda_shows_are_refused(monkeypat
     assert worker_device("cuda", local_rank=1) == torch.device("cuda", 0), "a share of it each"
 
 
-def test_a_planned_gpu_that_torch_does_not_see_is_an_error_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planned_gpu_that_torch_does_not_see_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(0, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(DevicePlacementError, match=r"torch .* sees none .*'7'.*scale\.mode=cpu"):

@@ -56,10 +56,7 @@ MISTAKES = {
     "weights of other shapes": (f"{MLP[:-1]}, init_from: other}}", "model.init_from"),
     "weights of other shapes for an own model": (f"{SMALL[:-1]}, init_from: other}}", "other"),
     "compiled parts": (f"{MLP}\nloop: {{compile: default, compile_parts: [nope]}}", "loop.compile_parts"),
-    "blocks to recompute": (
-        f"{SMALL}\nloop: {{activation_checkpointing: true}}",
-        "loop.activation_checkpointing",
-    ),
+    "blocks to recompute": (f"{SMALL}\nloop: {{activation_checkpointing: true}}", "loop.activation_checkpointing"),
     "muon without matrices": (f"{SMALL}\noptim: {{name: muon}}", "optim.name"),
     "shards without blocks": (f"{SMALL}\nscale: {{strategy: fsdp}}", "scale.strategy"),
     "batch norms that are not there": (f"{SMALL}\nscale: {{sync_batchnorm: true}}", "scale.sync_batchnorm"),

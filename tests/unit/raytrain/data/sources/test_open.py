@@ -181,8 +181,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_a_path_may_be_a_uri(tmp_path: Path) -> None:
     path = write_text(tmp_path, "t.txt", "some text " * 40)
     assert torch.equal(
-        opened(source="text", path=f"file://{path}").train.tokens,
-        opened(source="text", path=path).train.tokens,
+        opened(source="text", path=f"file://{path}").train.tokens, opened(source="text", path=path).train.tokens
     )
     with pytest.raises(InputError, match=r"data.path: got nowhere://bucket/file .*expected a local path or a URI"):
         locate("nowhere://bucket/file", key="data.path")

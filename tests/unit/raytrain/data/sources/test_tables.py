@@ -197,10 +197,7 @@ def test_fixed_lists_are_dense_and_slices_keep_their_rows() -> None:
     data = pa.table({"x": vectors, "tokens": lists}).slice(2)
     source = opened(train=data, eval_fraction=0.0)
     batch = source.train.gather(np.array([0, 3]))
-    assert batch["x"].tolist() == [[2.0, 2.5], [5.0, 5.5]] and batch["tokens"].tolist() == [
-        [2, 2, 2],
-        [5, 5, 5],
-    ]
+    assert batch["x"].tolist() == [[2.0, 2.5], [5.0, 5.5]] and batch["tokens"].tolist() == [[2, 2, 2], [5, 5, 5]]
 
 
 def test_a_table_and_a_data_frame_in_memory() -> None:
@@ -262,10 +259,7 @@ def test_nan_inside_lists_and_labels_is_named(tmp_path: Path) -> None:
 )
 def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any], key: str, words: str) -> None:
     data = DataConfig(source="parquet", path=write(bad(), tmp_path / "t.parquet"), **keys)
-    for attempt in (
-        lambda: describe_source(data, context=None),
-        lambda: open_source(data, context=None),
-    ):
+    for attempt in (lambda: describe_source(data, context=None), lambda: open_source(data, context=None)):
         with pytest.raises(InputError) as caught:
             attempt()
         assert caught.value.key == key and words in str(caught.value)
@@ -318,10 +312,7 @@ def test_files_of_another_kind_are_named(tmp_path: Path, kind: str, content: byt
     path = tmp_path / f"t.{kind}"
     path.write_bytes(content)
     data = DataConfig(source=kind, path=str(path))
-    for attempt in (
-        lambda: describe_source(data, context=None),
-        lambda: open_source(data, context=None),
-    ):
+    for attempt in (lambda: describe_source(data, context=None), lambda: open_source(data, context=None)):
         with pytest.raises(InputError) as caught:
             attempt()
         assert caught.value.key == "data.path" and words in str(caught.value)

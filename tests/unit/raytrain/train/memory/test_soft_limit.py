@@ -15,14 +15,7 @@ import torch
 from torch import nn
 
 from cluster.telemetry.processes import process_memory
-from raytrain.train.memory.soft_limit import (
-    LISTED,
-    SoftLimit,
-    SoftLimitWarning,
-    largest_tensors,
-    table,
-    watched_memory,
-)
+from raytrain.train.memory.soft_limit import LISTED, SoftLimit, SoftLimitWarning, largest_tensors, table, watched_memory
 
 MB = 10**6
 KEPT: list[torch.Tensor] = []
