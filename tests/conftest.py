@@ -48,7 +48,8 @@ for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signa
 # ---------------------------------------------------------------- which tests, and their order
 
 ALWAYS = ("unit", "gpu", "test_features.py", "test_packaging.py", "test_reference.py", "test_structure.py")
-"""Folders and files in tests/ that every `pytest` runs, beside the tests with the mark `daily`."""
+"""Folders and files in tests/ that every `pytest` runs, but for tests with the mark `long`; of the others it runs those
+with the mark `daily`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_daily(item: pytest.Item, tests: Path) -> bool:
-    return item.path.relative_to(tests).parts[0] in ALWAYS or item.get_closest_marker("daily") is not None
+    mark = "long" if (always := item.path.relative_to(tests).parts[0] in ALWAYS) else "daily"
+    return always is (item.get_closest_marker(mark) is None)
 
 
 # ---------------------------------------------------------------- the command line

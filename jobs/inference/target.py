@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.devices.inventory import Inventory
+from cluster.devices.inventory import BF16_CAPABILITY, Inventory
 from jobs.driver.result import weights_step
 from jobs.driver.runtime import cluster_address
 from jobs.job.facts import formula_facts, resolve_model_paths, resolved, run_named
@@ -20,7 +20,7 @@ from raytrain.execution.export import checkpoint_of
 from raytrain.infer.model import InferenceModel
 from raytrain.models.huggingface import CAUSAL_LM, CLASSIFIER, KEYS, has_tokenizer, read_config
 from raytrain.models.weights.headers import find_weights
-from raytrain.plan.machines import BF16_CAPABILITY, DevicePool, choose_devices, of_ray
+from raytrain.plan.machines import DevicePool, choose_devices, of_ray
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import Store, join, open_store, typed_path
 from raytrain.train.job import source_facts

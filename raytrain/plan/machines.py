@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.devices.inventory import Device, Inventory, Node
+from cluster.devices.inventory import BF16_CAPABILITY, FP16_CAPABILITY, Device, Inventory, Node
 from cluster.preflight import DeviceSize, check_wanted
 from cluster.wording import counted
 from raytrain.config.sections import PrecisionConfig, ScaleConfig
@@ -98,10 +98,6 @@ def peak_of(name: str, what: str) -> float | None:
 
 
 # ---------------------------------------------------------------- devices
-
-
-BF16_CAPABILITY = (8, 0)
-FP16_CAPABILITY = (7, 0)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,6 @@ def test_storage_that_cannot_be_written_turns_the_verdict_and_ends_with_1(
     assert typo.code == 2 and "scale.workers" in typo.text
 
 
-@pytest.mark.daily
 @pytest.mark.timeout(120)
 @pytest.mark.covers("COMPAT-07", "TRB-25")
 def test_the_check_needs_no_tool_of_the_system_and_can_be_one_line(run_cli: Callable[..., Any], tmp_path: Path) -> None:

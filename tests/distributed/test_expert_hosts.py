@@ -21,19 +21,23 @@ def moe_job(guest_job: Job, text: Path, **sections: Any) -> dict[str, Any]:
     return job
 
 
+def long_job(
+    guest_job: Job, text: Path, name: str, *, hosts: int = 2, kills: str | None = None, **sections: Any
+) -> dict[str, Any]:
+    """40 steps with a checkpoint every 5, in which an observer of `guest_code` kills hosts."""
+    loop = {"max_steps": 40, "eval_every": 20, "global_batch_size": 8}
+    job = moe_job(guest_job, text, loop=loop, experts={"hosts": hosts}, save={"every": 5}, **sections)
+    return {**job, "name": name, "telemetry": {"observers": [f"guest_code:{kills}"]} if kills else {}}
+
+
 @pytest.mark.daily
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(400)
 @pytest.mark.covers("EXP-01", "EXP-08")
 def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     fit: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Job, place: Any, tiny_text: Path
 ) -> None:
-    def job(name: str, *, hosts: int = 2, kills: str = "KillsHost", **sections: Any) -> dict[str, Any]:
-        loop = {"max_steps": 40, "eval_every": 20, "global_batch_size": 8}
-        job = moe_job(guest_job, tiny_text, loop=loop, experts={"hosts": hosts}, save={"every": 5}, **sections)
-        return {**job, "name": name, "telemetry": {"observers": [f"guest_code:{kills}"]}}
-
-    unbroken = fit({**job("unbroken"), "telemetry": {}})
-    broken_job = str(place.write(job("broken", kills="KillsTwoHosts")))
+    unbroken = fit(long_job(guest_job, tiny_text, "unbroken"))
+    broken_job = str(place.write(long_job(guest_job, tiny_text, "broken", kills="KillsTwoHosts")))
     finished = run_cli("train", broken_job, cwd=place.folder, env=place.env, timeout=240)
     assert finished.code == 0, finished.text
     broken = place.run
@@ -60,9 +64,15 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     assert weights.keys() == others.keys()
     assert all(bool((weights[name] == others[name]).all()) for name in others)
 
-    # nobody comes in the dead one's place: the survivors keep their experts and take those of the dead one
-    (place.folder / "host killed").unlink()
-    fewer = fit(job("fewer", hosts=3, retry={"host_wait_s": 0}))
+
+@pytest.mark.timeout(500)
+def test_nobody_comes_in_the_place_of_a_killed_host(
+    fit: Callable[..., Any], guest_job: Job, place: Any, tiny_text: Path
+) -> None:
+    """The survivors keep their experts and take those of the dead one; without a survivor the run ends."""
+    unbroken = fit(long_job(guest_job, tiny_text, "unbroken"))
+    alone = {"kills": "KillsHost", "retry": {"host_wait_s": 0}}
+    fewer = fit(long_job(guest_job, tiny_text, "fewer", hosts=3, **alone))
     assert (place.folder / "host killed").exists() and fewer.result["status"] == "done"
     (rewind,) = [row for row in fewer.events("decision") if row["what"] == "rewind"]
     assert "2 of 3 hosts hold all experts; results are equal within rounding only" in rewind["reason"]
@@ -79,9 +89,8 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     for (step, loss), (other, expected) in zip(fewer.losses(), unbroken.losses(), strict=True):
         assert step == other and loss == pytest.approx(expected, rel=1e-5), step
     assert len(fewer.losses()) == 40
-    # and without a survivor the run ends
     (place.folder / "host killed").unlink()
-    none_left = fit(job("none-left", hosts=1, retry={"host_wait_s": 0}))
+    none_left = fit(long_job(guest_job, tiny_text, "none-left", hosts=1, **alone))
     assert none_left.result["status"] == "failed"
     assert "1 of 1 expert hosts are not ready" in none_left.result["reason"]
     assert "retry.host_wait_s" in none_left.result["reason"]

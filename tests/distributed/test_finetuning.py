@@ -16,8 +16,6 @@ from lab import make_session, train
 from jobs.job.facts import resolved
 from jobs.job.spec import load_spec
 
-pytestmark = pytest.mark.daily
-
 ROOT = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")

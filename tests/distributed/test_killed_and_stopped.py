@@ -16,7 +16,6 @@ FIRST_STEP_S = 150
 END_S = 60
 
 
-@pytest.mark.daily
 @pytest.mark.timeout(590)
 @pytest.mark.covers("DATA-22", "LOOP-13", "PAR-13")
 def test_a_run_that_was_killed_stopped_or_lost_a_worker_trains_as_if_uninterrupted(

@@ -21,7 +21,6 @@ from raytrain.runs.folder import RunFolder, this_process
 Fit = Callable[..., Any]
 
 
-@pytest.mark.daily
 @pytest.mark.timeout(240)
 @pytest.mark.covers("DEV-02")
 def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: Callable[..., Any]) -> None:
@@ -61,7 +60,6 @@ def test_unreadable_checkpoints_end_the_run_and_are_kept(fit: Fit, guest_job: Ca
     assert newest_valid(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
 
 
-@pytest.mark.daily
 @pytest.mark.timeout(420)
 @pytest.mark.covers("TUNE-08")
 def test_out_of_memory_halves_the_micro_batch_and_does_not_change_the_losses(

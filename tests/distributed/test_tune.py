@@ -200,7 +200,6 @@ def check_best(sweep: Path, limit: int, text: str) -> None:
     assert np.array_equal(*pixels), "the file is the picture of this spec"
 
 
-@pytest.mark.daily
 @pytest.mark.timeout(590)
 @pytest.mark.covers("TUNE-07")
 def test_runs_of_a_space_are_stopped_early_interrupted_and_resumed(

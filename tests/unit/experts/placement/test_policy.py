@@ -175,6 +175,7 @@ def test_memory_is_respected_and_used_up_to_the_last_expert() -> None:
     assert [placement.bytes_on(host, [[COST] * 2] * 4) for host in (0, 1)] == [64, 64]
 
 
+@pytest.mark.long
 def test_no_plan_exceeds_the_memory_of_any_host() -> None:
     """Hosts of unequal memory and speed, several layers, replicas, loads that drift, and hosts that go away."""
     draw, refused, moved, replicas = random.Random(8), 0, 0, 0

@@ -136,6 +136,7 @@ def test_a_learner_goes_on_from_what_the_task_before_left() -> None:
     assert second > first + 0.1, "twice as many steps on the same task"
 
 
+@pytest.mark.long
 @pytest.mark.covers("TEST-07")
 def test_a_small_run_measures_every_arm_on_every_suite(tmp_path: Path) -> None:
     out = tmp_path / "continual.json"

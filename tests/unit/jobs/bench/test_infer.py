@@ -63,6 +63,7 @@ def test_other_answers_fail_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert document["ratios"] == [] and document["arms"] == {}, "nothing was timed"
 
 
+@pytest.mark.long
 @pytest.mark.covers("PERF-34")
 def test_stages_are_compared_with_the_whole_model_one_batch_and_several_at_a_time(tmp_path: Path) -> None:
     """Two processes against one; a speed-up is claimed only by the ratio's interval, of which a quick run has none."""

@@ -65,6 +65,7 @@ def assert_answered(place: Path) -> None:
     assert [row["prediction"] for row in found] == [1] + [0] * 69
 
 
+@pytest.mark.long
 def test_the_output_folder_alone_is_enough_and_other_answers_are_refused(tmp_path: Path) -> None:
     begun(tmp_path)
     other = infer(tmp_path, "--resume", "out", "infer.batch_size=7")
@@ -75,6 +76,7 @@ def test_the_output_folder_alone_is_enough_and_other_answers_are_refused(tmp_pat
     assert complete.returncode == 0 and "is complete; nothing is left to compute" in complete.stdout
 
 
+@pytest.mark.long
 def test_it_is_enough_from_any_folder(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "other").mkdir()
@@ -82,6 +84,7 @@ def test_it_is_enough_from_any_folder(tmp_path: Path) -> None:
     assert_answered(tmp_path)
 
 
+@pytest.mark.long
 def test_variables_in_its_name_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(tmp_path)
     monkeypatch.setenv("ANSWERS", str(tmp_path))

@@ -135,6 +135,7 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
     assert "max steps: 1,000" in text and "global batch size: 64" in text and "learning rate: 0.001" in text
 
 
+@pytest.mark.long
 def test_bash_completes_verbs_recipes_and_keys(tmp_path: Path) -> None:
     """In a bash of its own, with the script that click writes for it."""
     command = tmp_path / "raytrain"

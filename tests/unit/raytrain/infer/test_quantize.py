@@ -172,6 +172,7 @@ def test_weights_that_do_not_fit_the_device_are_made_smaller_before_they_go_ther
     assert (found is None) is (compared > 0)
 
 
+@pytest.mark.long
 @pytest.mark.covers("INF-20")
 def test_a_job_with_int8_weights_reports_bytes_and_agreement(
     run_cli: Callable[..., Any], trained: dict[str, Tensor], tmp_path: Path

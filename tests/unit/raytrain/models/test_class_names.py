@@ -144,6 +144,7 @@ def test_a_table_has_the_classes_of_the_run_that_it_starts_from(place: str, tmp_
                 check_on_driver(spec, run_batch=False)
 
 
+@pytest.mark.long
 def test_a_text_is_cut_where_training_cut_it(run_cli: Any, tmp_path: Path) -> None:
     make_folder(tmp_path / "base", "distilbert", task="masked")
     rows = [{"text": "mill rain " * 30, "y": "ab"[n % 2]} for n in range(16)]

@@ -46,6 +46,7 @@ def test_each_mode_is_accepted_and_recorded_and_others_are_refused() -> None:
     assert caught.value.key == "loop.compile" and "max-autotune" in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.covers("COMP-03", "COMP-04")
 def test_every_layers_experts_and_router_say_compiled_and_the_key_chooses_which() -> None:
     """The experts of a layer are one module of stacked weights: what it says holds for each of them."""
@@ -70,6 +71,7 @@ def test_every_layers_experts_and_router_say_compiled_and_the_key_chooses_which(
     assert counts == [4, 4]
 
 
+@pytest.mark.long
 def test_compiled_routers_count_once_with_activation_checkpointing_and_break_the_graph_only_at_the_counts() -> None:
     """A block with experts in a loop reads how many rows each gets, which cuts every frame around that place once."""
     data, experts = {"train": token_rows(32), "eval_fraction": 0.0}, {"num_experts": 4, "capacity_factor": 1.0}
