@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -99,9 +100,14 @@ def join(prefix: str, key: object) -> str:
 
 def expected_text(cls: type[BaseModel], name: str) -> str:
     """What a key accepts as text, such as ``an integer >= 1 or null``; from the section's JSON schema."""
-    words = _words(cls.model_json_schema()["properties"][name])
+    words = _words(_properties(cls)[name])
     words = [word for word in words if word != "null"] + [word for word in words if word == "null"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@cache
+def _properties(cls: type[BaseModel]) -> dict[str, Any]:
+    return cls.model_json_schema()["properties"]
 
 
 def _words(schema: Mapping[str, Any]) -> list[str]:
@@ -184,7 +190,7 @@ def whole_number(cls: type[BaseModel], name: str, value: Any) -> Any:
     """`1e3` and `1000.0`, which YAML reads as floating point, as the integer that the key takes; others unchanged."""
     if not isinstance(value, float) or not value.is_integer() or abs(value) > LARGEST_EXACT:
         return value
-    kinds = _kinds(cls.model_json_schema()["properties"][name])
+    kinds = _kinds(_properties(cls)[name])
     return int(value) if "integer" in kinds and "number" not in kinds else value
 
 
@@ -199,7 +205,7 @@ def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> 
 
 
 def _remedy(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> str:
-    schema = cls.model_json_schema()["properties"][name]
+    schema = _properties(cls)[name]
     if isinstance(value, float) and not math.isfinite(value):
         return "it must be finite"
     if isinstance(value, str):
