@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cluster.wording import counted
 from experts.config import ExpertsConfig, LayerShape
 from experts.exchange.dispatch import REMEDY, RemoteExperts
 from experts.exchange.rebalancer import LoadRebalancer
@@ -334,14 +335,17 @@ def _refused(got: str, expected: str, remedy: str = "") -> InputError:
 # ---------------------------------------------------------------- remote state
 
 
-def death_notices(deaths: Sequence[Death], note: str, *, step: int, now: float) -> list[Notice]:
-    """An event for each death; `step` is the first one committed after it."""
+def death_notices(deaths: Sequence[Death], note: str, *, step: int, lost: int, now: float) -> list[Notice]:
+    """An event for each death; `step` is the first one committed after it, `lost` how many are trained again."""
     found: list[Notice] = []
+    again = f", {counted(lost, 'step')} to train again" if lost else ""
     for death in deaths:
         seconds = max(0.0, now - death.time)
         at = time.strftime("%H:%M:%S", time.localtime(death.time))
         ended = f"was ended at {at}, as it did not respond" if death.silent else f"died at {at}"
-        reason = f"{death.title} {ended}: back to step {step - 1}, step {step} was committed {seconds:.1f} s later"
+        reason = (
+            f"{death.title} {ended}: back to step {step - 1}{again}; step {step} was committed {seconds:.1f} s later"
+        )
         fields = {"who": death.who, "node": death.node, "pid": death.pid, "died_at": death.time, "why": death.why}
         fields |= {"silent": death.silent, "from_step": step - 1, "step": step, "seconds": seconds}
         found.append(("death", {**fields, "reason": f"{reason}; {note}" if note and death is deaths[-1] else reason}))
@@ -402,7 +406,9 @@ class RemoteExpertState(RemoteState):
         found = [] if self.client.rebalancer is None else self.client.rebalancer.notices()
         if not self._deaths_reported and self.client.member.rank == 0:
             self._deaths_reported = True
-            found += death_notices(self.deaths, self.note, step=self.client.steps, now=time.time())
+            found += death_notices(
+                self.deaths, self.note, step=self.client.steps, lost=self.lost_steps, now=time.time()
+            )
             self.client.member.acknowledge_deaths()
         return found
 

@@ -112,6 +112,7 @@ class RemoteState:
 
     Attributes:
         deaths: processes that died after the last committed step and before this object was made, in order.
+        lost_steps: how many steps a run went back for that.
         workers_group: the workers' process groups, where they must end together with those of the other processes;
             None = torch's default group.
         interleaver: runs another pass while one waits for other processes; None where no pass waits.
@@ -120,6 +121,7 @@ class RemoteState:
     distributed = False  # whether there is any: passes then exchange messages with other processes
     note = ""  # what has changed about where the state is held since the last time, for the record; usually empty
     deaths: Sequence[Death] = ()
+    lost_steps = 0
     workers_group: WorkersGroup | None = None
     interleaver: Interleaver | None = None
 

@@ -270,7 +270,7 @@ def settle_compile(calibration: Calibration, *, done: int = 0) -> None:
     settings = [most, session.workers.world_size, session.precision]
     record = calibration.settle("compile", partial(_measured_compile, calibration, most - done), settings=settings)
     calibration.use(compiled=record["value"] != "off")
-    calibration.show("compile", "compile", "" if record["value"] == "off" else record["value"], record)
+    calibration.show("compile", "compile", record["value"] if record["trials"] else "", record)
 
 
 def _measured_compile(calibration: Calibration, steps: int) -> Record:
@@ -308,7 +308,7 @@ def _measured_compile(calibration: Calibration, steps: int) -> Record:
     reason = f"compiled passes measured {how} ({text})"
     if faster:  # what the compilation took is spent either way
         saved = seconds_text(steps * share * (median(eager.round_s) - median(compiled.round_s)))
-        reason += f", {saved} less for {seconds_text(status['seconds'])} of compilation"
+        reason += f": {saved} less in the steps to come; compiling took {seconds_text(status['seconds'])}"
     return _record(Resolved("default" if faster else "off", reason), trials)
 
 

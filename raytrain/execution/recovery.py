@@ -254,6 +254,7 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     _discard_after(fresh, run)
     lost = session.state.step - fresh.state.step
     deaths, note = fresh.trainable.remote.deaths, fresh.trainable.remote.note
+    fresh.trainable.remote.lost_steps = lost
     happened = [f"{death.who} {'did not respond' if death.silent else 'died'}" for death in deaths]
     more = [f"{what} ({death.why})" for what, death in zip(happened, deaths, strict=True) if what not in reason]
     return fresh, {

@@ -181,7 +181,8 @@ SAVE_BUDGET = 0.03
 LONG_PHASE = 1 / 3
 #: In a run as short as this, the start takes much of the time, and one fault loses much of the work.
 SHORT_RUN_S = 600.0
-#: The last batch of an epoch, an evaluation and their last batch have shapes of their own: up to so many are usual.
+#: The last batch of an epoch, an evaluation and their last batch have shapes of their own: so many are usual, for each
+#: piece of code between two breaks of a graph.
 USUAL_RECOMPILES = 4
 LONGER = "A longer run spreads it over more steps."
 LIMITS = {
@@ -249,7 +250,7 @@ def compilation(records: RunRecords) -> list[Finding]:
             found.append(Finding("good", "Compilation pays", f"{seen}; it pays after step {pays:,} of {gain.steps:,}"))
     last = rows[-1] if rows else {}
     times = int(number(last.get("recompiles")) or 0)
-    if times > USUAL_RECOMPILES:
+    if times > USUAL_RECOMPILES * max(1, int(number(last.get("graphs")) or 0) - times):
         parts = [str(part.get("name")) for part in last.get("parts") or [] if number(part.get("recompiles"))]
         seen = f"{times} times, {seconds(number(last.get('seconds')))} of compilation in all"
         seen += f": {abbreviated(parts, 4)}" if parts else ""

@@ -443,7 +443,9 @@ class Switches:
         splits = [split for split in (self._source.train, self._source.eval) if split is not None]
         varying = trainable.worst_case is not None or job.data.tokens_per_batch is not None
         varying = varying or any(getattr(split, "adds_mask", False) or longest_row(split) for split in splits)
-        self.compiled = CompiledParts(parts, mode=mode, static=not varying, graphs=on_gpu and mode == "reduce-overhead")
+        self.compiled = CompiledParts(
+            parts, mode=mode, static=not varying, graphs=on_gpu(device) and mode == "reduce-overhead"
+        )
 
     def compare_kernels(self, device: torch.device, policy: PrecisionPolicy) -> None:
         """Have the modules that can choose between kernels compare them, before anything is measured."""

@@ -31,10 +31,15 @@ TOKENS = {"train": token_rows(64), "eval_fraction": 0.0}
 LONG: dict[str, Any] = {"max_steps": 10**9}
 
 
+SHOWN: list[str] = []
+"""The choices that a terminal would show; "" where it shows none."""
+
+
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is printed or met that another test has compiled."""
-    monkeypatch.setattr(Calibration, "show", lambda *_: None)
+    SHOWN.clear()
+    monkeypatch.setattr(Calibration, "show", lambda _self, _name, _label, value, _record: SHOWN.append(value))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -85,6 +90,7 @@ def test_short_runs_compile_nothing_and_few_steps_measure_nothing(
         assert value == "off" and reason.startswith(f"{steps - done:,} steps") and phases == [], (
             "less than 30 s to gain"
         )
+        assert SHOWN.pop() == "", "nothing was compiled for it"
         assert len(passes) == calls and session.switches.compiled is None and not session.settings.compiled
         assert digest(session.parts(), session.generator_state()) == before
     assert decided(make_session(MLP, DATA, loop={"max_steps": 1500}), tmp_path / "long")[0] == "default"
@@ -113,6 +119,7 @@ def test_a_long_run_compiles_and_keeps_what_is_faster(
     before = digest(session.parts(), session.generator_state())
     found, reason, phases = decided(session, tmp_path)
     assert found == value and why in reason and "1 of 1 parts compiled" in reason
+    assert [value] == SHOWN, "also where the time was spent for nothing"
     assert phases == ["measuring compilation"] and digest(session.parts(), session.generator_state()) == before
     assert (session.switches.compiled is not None) == session.settings.compiled == (value == "default")
     assert ("forward" in vars(session.trainable.module)) == session.settings.compiled

@@ -300,8 +300,9 @@ def choose_columns(
                 "data.features",
                 got=f"column '{name}' of type {schema.field(name).type}" + ("" if found is None else f", with {found}"),
                 expected="numbers or lists of numbers",
-                remedy="list the columns to use in data.features" if found is None else "rows are numbered from 0; "
-                "correct that value, or list the columns to use in data.features",
+                remedy=("rows are numbered from 0; correct that value, or " if found else "")
+                + ("" if label else f"data.label={name} if it is the column to predict; else ")
+                + "list the columns to use in data.features",
             )  # fmt: skip
     if not used:
         raise InputError("data.features", got="no column", expected=f"some of {abbreviated(names, NAMED_AT_MOST)}")

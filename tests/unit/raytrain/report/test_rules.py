@@ -211,6 +211,8 @@ def test_recompilations_are_reported_with_their_number_their_cost_and_the_parts(
     assert found.title == "Compiled code was compiled again and again" and "loop.compile_parts" in found.remedy
     assert found.evidence == "5 times, 21.0 s of compilation in all: blocks.0"
     assert titles(records(events=[{**event, "recompiles": 4}])) == {}
+    for graphs, recompiles, many in ((16, 8, False), (10, 8, False), (9, 8, True)):  # 8, 2 and 1 pieces of code
+        assert bool(titles(records(events=[{**event, "graphs": graphs, "recompiles": recompiles}]))) is many
 
 
 def compiled_run(*, step_s: float, steps: int = 40, eager_s: float | None = 0.02, **event: Any) -> RunRecords:

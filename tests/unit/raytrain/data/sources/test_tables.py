@@ -267,8 +267,13 @@ def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any
 
 def test_non_numeric_columns_are_named(tmp_path: Path) -> None:
     path = write(bad(city=["Rome"] * 40), tmp_path / "t.csv")
-    with pytest.raises(InputError, match=r"data.features: got column 'city' of type string"):
-        opened(source="csv", path=path, label="y")
+    for label, advice in (
+        ({"label": "y"}, "list the"),
+        ({}, "data.label=city if it is the column to predict; else list the"),
+    ):
+        with pytest.raises(InputError, match=r"data.features: got column 'city' of type string") as caught:
+            opened(source="csv", path=path, **label)
+        assert caught.value.remedy == f"{advice} columns to use in data.features"
     assert opened(source="csv", path=path, label="y", features=["a", "b"]).train.columns["x"].shape[1] == 2
     typed = write(bad(city=[*map(str, range(30)), "abc", *map(str, range(9))]), tmp_path / "typed.csv")
     for attempt in (opened, partial(describe_source, context=None)):

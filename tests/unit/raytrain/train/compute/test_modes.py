@@ -16,7 +16,7 @@ from experts.router import TopKRouter
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError
 from raytrain.plan.plan import Plan
-from raytrain.train.compile import CompiledParts
+from raytrain.train.compile import CompiledParts, forget_graphs
 
 ROWS = {"train": class_rows(32), "eval_fraction": 0.0}
 AOT: Any = torch._dynamo.lookup_backend("aot_eager")
@@ -32,7 +32,7 @@ def no_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.covers("COMP-02")
-def test_each_mode_is_accepted_and_recorded_and_others_are_refused() -> None:
+def test_each_mode_is_accepted_and_recorded_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("default", "reduce-overhead", "max-autotune"):
         loop = {"max_steps": 1, "compile": mode}
         job, _ = make_job(MLP, ROWS, loop=loop)
@@ -41,6 +41,9 @@ def test_each_mode_is_accepted_and_recorded_and_others_are_refused() -> None:
         rows, _ = train(make_session(MLP, ROWS, loop=loop))
         (event,) = [event for event in rows.events if event["kind"] == "compile"]
         assert event["requested"] == mode and event["achieved"] == "1 of 1 parts"
+        with monkeypatch.context() as patch:
+            patch.setattr(torch._dynamo, "reset", lambda: pytest.fail("there are no graphs on a CPU to forget"))
+            forget_graphs()
     with pytest.raises(InputError) as caught:
         load_spec(overrides=["loop.compile=fastest"])
     assert caught.value.key == "loop.compile" and "max-autotune" in str(caught.value)
