@@ -60,6 +60,7 @@ def test_unreadable_checkpoints_end_the_run_and_are_kept(fit: Fit, guest_job: Ca
     assert newest_valid(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(420)
 @pytest.mark.covers("TUNE-08")
 def test_out_of_memory_halves_the_micro_batch_and_does_not_change_the_losses(

@@ -229,6 +229,7 @@ def test_a_job_brings_its_code_is_followed_through_a_cut_and_is_fetched(
     assert taken.code == 2 and "error: --id: got whole" in taken.err, taken.text
 
 
+@pytest.mark.daily
 @pytest.mark.timeout(400)
 def test_a_detached_job_is_stopped_and_has_saved(cluster: Cluster, write_job: Callable[..., Path]) -> None:
     write_job("stopped", loop=LONG, save={"every": 1_000_000})
