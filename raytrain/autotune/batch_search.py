@@ -31,7 +31,7 @@ from raytrain.plan.choice import Resolved, figure_text, size_text
 
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
-#: Timed rounds of a comparison, after one round that is dropped; and comparisons of a search at most.
+#: Timed rounds of a comparison at least, after one round that is dropped; and comparisons of a search at most.
 ROUNDS, MOST_COMPARISONS = 3, 2
 #: A precision whose upper bound is below this fraction of what it has to reach is dropped.
 HOPELESS = 0.95
@@ -46,8 +46,8 @@ class Proposal:
     """One measurement that the search proposes.
 
     Attributes:
-        against: rivals, measured with this one in `passes` alternating rounds, after this one's peak if it is to be
-            read.
+        against: rivals, measured with this one in `passes` alternating rounds, or twice as many where their times
+            vary, after this one's peak if it is to be read.
     """
 
     candidate: Candidate  # what to measure

@@ -23,7 +23,7 @@ import torch
 
 from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
-from raytrain.autotune.measurement import Candidate, Measurement, Outcome, nearly_equal
+from raytrain.autotune.measurement import Candidate, Measurement, Outcome, are_steady, nearly_equal
 from raytrain.autotune.preserve import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.data.rows.batches import known_lengths
 from raytrain.data.rows.contract import Split
@@ -48,6 +48,8 @@ OPTIMIZER_STEPS = 3
 HALVINGS = 24
 #: Rounds continue until this much time has passed, within the bounds that a caller gives.
 BUDGET_S = 2.0
+#: The same for the comparison at the end of a search, whose rounds go on only where their times vary.
+COMPARISON_S = 10.0
 #: Until the rounds have taken so long, a clear result is no reason to stop: a few of milliseconds may all fall into one
 #: burst of other work, and every look at the times is one more chance to be misled.
 CHEAP_S = 0.25
@@ -160,10 +162,10 @@ class StepProbe:
             alone = self.measure(one, budget=budget, passes=passes, least=LEAST_PASSES, with_memory=with_memory)
             if not proposal.against or alone.outcome != "ok":
                 return (alone,)
-        rounds = (proposal.passes, proposal.passes)
-        first, *others = self.measure_in_turn(
-            (one, *proposal.against), budget=budget, rounds=rounds, stop_on_failure=True
-        )
+        first, *others = self.measure_in_turn(  # of times that vary, three rounds show nothing: see `beyond_noise`
+            (one, *proposal.against), budget=budget, rounds=(proposal.passes, 2 * proposal.passes),
+            budget_s=COMPARISON_S, stop_on_failure=True, clear=lambda seconds: all(map(are_steady, seconds)),
+        )  # fmt: skip
         if alone is not None:
             first = replace(first, peak_bytes=alone.peak_bytes, floor_bytes=alone.floor_bytes)
         return (first, *others)

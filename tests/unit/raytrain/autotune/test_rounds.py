@@ -10,8 +10,10 @@ import torch
 from lab import MLP, class_rows, make_session
 from torch import Tensor, nn
 
+from raytrain.autotune.batch_search import ROUNDS, Proposal, SearchResults, decide
 from raytrain.autotune.measurement import Candidate, has_winner
 from raytrain.autotune.preserve import preserve_model
+from raytrain.autotune.size_curve import BatchSpace
 from raytrain.autotune.startup import PRECISION_ROUNDS
 from raytrain.autotune.step_probe import StepProbe
 from raytrain.train.session import Session
@@ -88,6 +90,40 @@ def test_rounds_alternate_until_the_time_is_up_or_one_has_won(
     session.trainable.loss = loss
     compared(session, ["fp32", "bf16"], budget_s=budget)
     assert order == ["fp32", "bf16"] * rounds
+
+
+@pytest.mark.parametrize(
+    ("fp32_s", "bf16_s", "rounds", "chosen"),
+    [
+        ((1.0, 1.0), (0.5, 0.5), 3, "bf16"),
+        ((1.0, 1.9), (0.2, 1.2), 6, "bf16"),  # each has rounds that are slower than the other's fast ones
+        ((1.0, 1.0), (0.2, 1.2), 6, "fp32"),
+        ((1.0, 1.0), (1.5, 1.6), 3, "fp32"),
+    ],
+)
+def test_a_comparison_goes_on_where_times_vary_and_what_wins_each_round_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, fp32_s: tuple[float, float], bf16_s: tuple[float, float], rounds: int, chosen: str
+) -> None:
+    """On a busy machine, where the faster precision would need more than three rounds to be believed."""
+    session = session_of()
+    inner, calls, now = session.trainable.loss, Counter(), [0.0]
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        name = "bf16" if torch.is_autocast_enabled("cpu") else "fp32"
+        calls[name] += 1
+        now[0] += (bf16_s if name == "bf16" else fp32_s)[calls[name] % 2]
+        return inner(module, batch)
+
+    monkeypatch.setattr("raytrain.autotune.step_probe.seconds_of", lambda _device: now[0])
+    session.trainable.loss, probe = loss, StepProbe(session)
+    space, results = BatchSpace(("fp32", "bf16"), [8], 8, None), SearchResults()
+    for name in space.precisions:
+        results.add((probe.measure(Candidate(name, 8), budget=None, passes=3, with_memory=False),))
+    calls.clear()
+    proposal = Proposal(Candidate("bf16", 8), ROUNDS, against=(Candidate("fp32", 8),))
+    results.add(compared := probe.run_proposal(proposal, budget=None))
+    assert [len(one.pass_s) for one in compared] == [rounds, rounds]
+    assert decide(space, results).candidate.precision == chosen
 
 
 def test_each_precision_sees_the_same_dropout() -> None:
