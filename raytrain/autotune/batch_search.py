@@ -46,8 +46,8 @@ class Proposal:
     """One measurement that the search proposes.
 
     Attributes:
-        against: rivals, measured with this one in `passes` alternating rounds, or twice as many where their times
-            vary, after this one's peak if it is to be read.
+        against: rivals, measured with this one in `passes` alternating rounds, or up to four times as many where
+            their times vary, after this one's peak if it is to be read.
     """
 
     candidate: Candidate  # what to measure

@@ -23,7 +23,7 @@ import torch
 
 from raytrain.accelerator import seconds_of
 from raytrain.autotune.batch_search import LEAST_PASSES, Measured, Proposal
-from raytrain.autotune.measurement import Candidate, Measurement, Outcome, are_steady, nearly_equal
+from raytrain.autotune.measurement import Candidate, Measurement, Outcome, are_steady, beyond_noise, nearly_equal
 from raytrain.autotune.preserve import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.data.rows.batches import known_lengths
 from raytrain.data.rows.contract import Split
@@ -49,12 +49,21 @@ HALVINGS = 24
 #: Rounds continue until this much time has passed, within the bounds that a caller gives.
 BUDGET_S = 2.0
 #: The same for the comparison at the end of a search, whose rounds go on only where their times vary.
-COMPARISON_S = 10.0
+COMPARISON_S = 8.0
 #: Until the rounds have taken so long, a clear result is no reason to stop: a few of milliseconds may all fall into one
 #: burst of other work, and every look at the times is one more chance to be misled.
 CHEAP_S = 0.25
 
 Clear = Callable[[list[list[float]]], bool]
+
+
+def _told_apart(points: Sequence[Candidate], seconds: list[list[float]]) -> bool:
+    """Whether rounds in turn are steady, or tell the first candidate from all of other precisions, one way or the
+    other."""
+    row_s = [[one / point.micro_batch_size for one in way] for point, way in zip(points, seconds, strict=True)]
+    others = [way for point, way in zip(points, row_s, strict=True) if point.precision != points[0].precision]
+    clear = (beyond_noise(row_s[0], way) or beyond_noise(way, row_s[0]) for way in others)
+    return all(map(are_steady, seconds)) or all(clear)
 
 
 def run_agreed(work: Callable[[], object], step: TrainingStep, budget: int | None = None) -> tuple[Outcome, str]:
@@ -163,8 +172,8 @@ class StepProbe:
             if not proposal.against or alone.outcome != "ok":
                 return (alone,)
         first, *others = self.measure_in_turn(  # of times that vary, three rounds show nothing: see `beyond_noise`
-            (one, *proposal.against), budget=budget, rounds=(proposal.passes, 2 * proposal.passes),
-            budget_s=COMPARISON_S, stop_on_failure=True, clear=lambda seconds: all(map(are_steady, seconds)),
+            (one, *proposal.against), budget=budget, rounds=(proposal.passes, 4 * proposal.passes),
+            budget_s=COMPARISON_S, stop_on_failure=True, clear=partial(_told_apart, (one, *proposal.against)),
         )  # fmt: skip
         if alone is not None:
             first = replace(first, peak_bytes=alone.peak_bytes, floor_bytes=alone.floor_bytes)
