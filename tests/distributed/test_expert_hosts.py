@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from cluster.wording import counted
+
 Job = Callable[..., dict[str, Any]]
 
 
@@ -55,7 +57,8 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     )
     assert all(f"{row['who']} died" in rewind["reason"] for row in deaths)
     for row in deaths:
-        assert f"back to step {rewind['value']}, {rewind['lost_steps']} steps to train again; " in row["reason"]
+        lost = f", {counted(rewind['lost_steps'], 'step')} to train again" if rewind["lost_steps"] else ""
+        assert f"back to step {rewind['value']}{lost}; " in row["reason"]
         assert row["from_step"] == rewind["value"] and row["step"] == row["from_step"] + 1 and row["seconds"] > 0
         assert row["reason"].startswith(f"{row['who']} on {os.uname().nodename} (pid {row['pid']}) died at ")
         assert finished.out.splitlines().count(row["reason"]) == 1, finished.text
