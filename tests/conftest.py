@@ -55,17 +55,28 @@ ALWAYS = ("unit", "gpu", "test_features.py", "test_packaging.py", "test_referenc
 """Folders and files in tests/ that every `pytest` runs, but for tests with the mark `long`; of the others it runs those
 with the mark `daily`."""
 
+STARTED = time.monotonic()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `pytest` leaves out to be short runs with `--all` and `--rest`, and where the command names it."""
     group = parser.getgroup("which tests")
     group.addoption("--all", action="store_true", help="run all tests, the long ones too")
     group.addoption("--rest", action="store_true", help="run only the tests that `pytest` leaves out")
+    group.addoption("--begin-within", type=float, metavar="SECONDS", help="skip the tests that have not begun by then")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With `--begin-within`, skips what a slow machine has no time for, before its fixtures do any work."""
+    seconds = item.config.option.begin_within
+    if seconds is not None and time.monotonic() - STARTED > seconds:
+        pytest.skip(f"did not begin within {seconds:g} s")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests, unless they are asked for; and run the longest files first, so that no process ends
-    with a long one.
+    """Leave out the long tests, unless they are asked for; and order the files: first those of less than a minute, which
+    hold most tests, then the longest, so that no process ends with a long one.
 
     xdist distributes files in the order of their tests. `durations.csv` lists the approximate seconds of the long
     ones.
@@ -73,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests = Path(__file__).parent
     with (tests / "durations.csv").open() as file:
         seconds = {tests / row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
-    items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+    items.sort(key=lambda item: (seconds.get(item.path, 0.0) >= 60, -seconds.get(item.path, 0.0)))
     given = [str(argument).partition("::")[0] for argument in config.invocation_params.args]
     named = any(Path(config.invocation_params.dir, one).exists() for one in given)
     if config.option.all or (named and not config.option.rest):
