@@ -75,8 +75,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests, unless they are asked for; and order the files: first those of less than a minute, which
-    hold most tests, then the longest, so that no process ends with a long one.
+    """Leave out the long tests, unless they are asked for; and order the files: first those of less than a minute,
+    which hold most tests, then the longest, so that no process ends with a long one.
 
     xdist distributes files in the order of their tests. `durations.csv` lists the approximate seconds of the long
     ones.
