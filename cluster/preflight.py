@@ -340,14 +340,6 @@ def on_each_node(
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets this variable in the driver of a submitted job."""
 
-STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Seconds between the SIGTERM and the SIGKILL of `ray job stop`, read by Ray on the head node; its default is 3."""
-
-SAVE_RATE = 200 << 20
-"""Bytes per second at which a checkpoint is assumed to be written; the real rate is known after the first one."""
-
-ENOUGH = "enough for a step and a save"
-
 PACKAGE_CACHE = "runtime_resources"
 """Directory of a Ray session that holds the working directories of jobs; Ray deletes them."""
 
@@ -363,40 +355,14 @@ def submission_id(environ: Mapping[str, str] | None = None) -> str | None:
     return json.loads(text).get("metadata", {}).get("job_submission_id") if text else None
 
 
-def check_ray_job(
-    save_dir: str, *, checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str] | None = None
-) -> list[CheckResult]:
-    """Check that the results of a submitted job outlive it, and that `ray job stop` leaves it time to save; nothing for
-    a command that is no submitted job.
-
-    Args:
-        checkpoint_bytes: of one checkpoint; None if unknown. grace_s: `retry.stop_grace_s`.
-    """
-    environ = os.environ if environ is None else environ
+def check_ray_job(save_dir: str, *, environ: Mapping[str, str] | None = None) -> list[CheckResult]:
+    """Check that the results of a submitted job outlive it; nothing for a command that is no submitted job."""
     if not is_submitted(environ):
         return []
     expected = "a folder that outlives the job, on storage that every node can access"
     folder = save_dir if "://" in save_dir else str(Path(save_dir).expanduser().resolve())
-    saved = CheckResult("save_folder", "ok", folder, expected)
-    if PACKAGE_CACHE in Path(folder).parts and "://" not in save_dir:
-        saved = CheckResult(
-            "save_folder", "fail", f"{folder}, which is in Ray's copy of the working directory of this job", expected,
-            "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)", "save.dir",
-        )  # fmt: skip
-    wait_s = 3.0
-    with contextlib.suppress(ValueError):
-        wait_s = float(environ.get(STOP_WAIT, "3"))
-    seen = f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
-    if checkpoint_bytes is None:
-        return [saved, CheckResult("job_stop", "na", f"{seen}; the size of a checkpoint is not known yet", ENOUGH)]
-    need_s = checkpoint_bytes / SAVE_RATE
-    need = f"{need_s:.3g}" if need_s < 999 else f"{need_s:,.0f}"
-    needs = f"{ENOUGH}: about {need} s are estimated for writing"
-    if need_s > wait_s:
-        stop = CheckResult(
-            "job_stop", "warn", seen, needs,
-            f"start the head node with {STOP_WAIT}={max(grace_s, 2 * need_s):.0f}, or lower save.every: a stop loses "
-            "the steps after the latest checkpoint", STOP_WAIT,
-        )  # fmt: skip
-        return [saved, stop]
-    return [saved, CheckResult("job_stop", "ok", seen, needs)]
+    if PACKAGE_CACHE not in Path(folder).parts or "://" in save_dir:
+        return [CheckResult("save_folder", "ok", folder, expected)]
+    seen = f"{folder}, which is in Ray's copy of the working directory of this job"
+    remedy = "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)"
+    return [CheckResult("save_folder", "fail", seen, expected, remedy, "save.dir")]

@@ -312,7 +312,7 @@ def _checked(spec: JobSpec, plan: Plan, inventory: Inventory, *, run: RunFolder 
     )  # fmt: skip
     if len(inventory.nodes) > 1:
         checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
-    checks += check_ray_job(spec.save.dir, checkpoint_bytes=size, grace_s=spec.retry.stop_grace_s)
+    checks += check_ray_job(spec.save.dir)
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         first = failed[0]
