@@ -130,11 +130,8 @@ def _peak_bytes(way: Attention, heads: list[Tensor]) -> int:
 
 def shape_of(lengths: list[int], values: list[int]) -> dict[str, Any]:
     """Whether bytes grow with the length or with its square: R2 of a linear and of a quadratic fit."""
-    n, y = np.asarray(lengths, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    spread = float(((y - y.mean()) ** 2).sum()) or 1.0
-    fits = {}
-    for name, columns in (("linear", [n, n**0]), ("quadratic", [n**2, n**0])):
-        matrix = np.stack(columns, axis=1)
-        rest = y - matrix @ np.linalg.lstsq(matrix, y, rcond=None)[0]
-        fits[name] = 1 - float((rest**2).sum()) / spread
+    n = np.asarray(lengths, dtype=np.float64)
+    fits = {
+        name: float(np.corrcoef(n**power, values)[0, 1] ** 2) for power, name in enumerate(("linear", "quadratic"), 1)
+    }
     return {"r2": fits, "shape": max(fits, key=lambda name: fits[name])}

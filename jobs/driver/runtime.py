@@ -49,11 +49,6 @@ def cluster_address(configured: str | None) -> str:
 
     Returns "connected" if this process (a notebook) is connected to a cluster already: it is used and left running.
     """
-    if sys.flags.optimize > 1:
-        remedy = "Ray Train needs its docstrings, which level 2 removes"
-        raise InputError(
-            "PYTHONOPTIMIZE", got="2, or `python -OO`", expected="at most 1, or `python -O`", remedy=remedy
-        )
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
     if under_torchrun := os.environ.get(torchrun.CLUSTER):

@@ -244,7 +244,6 @@ class NodeEntry(Section):
     cpus: Count = Field(description="usable CPU cores")
     memory_gib: Positive = Field(description="main memory")
     gpus: list[Any] = Field([], description="a list of {name, memory_gib, capability, count}")
-    cpu_flags: list[Text] = Field([], description=f"some of {', '.join(BF16_FLAGS)}")
 
 
 def inventory_from_file(path: str | Path) -> Inventory:
@@ -269,14 +268,11 @@ def inventory_from_file(path: str | Path) -> Inventory:
         nodes=nodes,
         source=f"the file {origin}",
         cpu_model=f"the CPU of {origin}",
-        cpu_flags={flag: all(flag in entry.cpu_flags for entry in entries) for flag in BF16_FLAGS},
+        cpu_flags=dict.fromkeys(BF16_FLAGS, False),
     )
 
 
 def _node(entry: NodeEntry, *, place: int) -> Node:
-    for flag in entry.cpu_flags:
-        if flag not in BF16_FLAGS:
-            raise InputError(f"nodes[{place}].cpu_flags", got=flag, expected=f"one of {', '.join(BF16_FLAGS)}")
     devices: list[Device] = []
     for number, row in enumerate(entry.gpus):
         gpu = decode(GpuEntry, row, prefix=f"nodes[{place}].gpus[{number}]")

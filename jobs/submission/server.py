@@ -27,11 +27,6 @@ from raytrain.runs.folder import shell_command
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
-QUIET = (
-    "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
-    "ray._private.authentication.authentication_token_setup",
-)  # fmt: skip
-"""Loggers of Ray that report each upload and each token that is found."""
 
 RECORD = "raytrain"
 """Key in the metadata of a job under which `submit` records what it submitted, as JSON."""
@@ -89,8 +84,7 @@ class JobServer(JobSubmissionClient):
         expected = "the URL of the dashboard of a Ray cluster"
         if not given.startswith(("http://", "https://")) or not given.partition("://")[2].strip("/"):
             raise InputError("--address", got=given, expected=f"{expected}, such as {DEFAULT_ADDRESS}")
-        for name in QUIET:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)  # Ray reports each upload and each token that is found
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a token that is set is used
         self.address = given.rstrip("/")
         os.environ[ADDRESS_VARIABLE] = self.address  # Ray takes it, or else RAY_ADDRESS, before one that is given

@@ -294,7 +294,6 @@ def test_machines_from_a_file(tmp_path: Path) -> None:
         ("- {host: a, cpus: 0, memory_gib: 1}", "nodes[0].cpus", ">= 1"),
         ("- {host: a, cpus: 8, memory_gb: 1}", "nodes[0].memory_gb", "memory_gib"),
         ("- {host: a, cpus: 8, memory_gib: 1, gpus: [{name: T4}]}", "nodes[0].gpus[0].memory_gib", "nothing"),
-        ("- {host: a, cpus: 8, memory_gib: 1, cpu_flags: [amx]}", "nodes[0].cpu_flags", "amx_bf16"),
         ("- &n {host: a, cpus: 8, memory_gib: 1}\n- *n", "nodes[1].host", "twice"),
     ],
 )

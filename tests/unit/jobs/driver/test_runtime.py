@@ -250,13 +250,6 @@ def test_an_import_that_fails_while_ray_starts_is_reported_as_itself(
     assert len(looks) == 1 and ray.shutdowns == 1, "once, and nothing of it is left"
 
 
-def test_an_interpreter_without_docstrings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "flags", SimpleNamespace(optimize=2))
-        with pytest.raises(InputError, match=r"PYTHONOPTIMIZE: got 2, or `python -OO`, expected at most 1"):
-            cluster_address(None)
-
-
 @pytest.mark.parametrize("error", [ConnectionError("no GCS"), Exception("timed out"), ValueError("bad address")])
 def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(
     failing: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
