@@ -230,14 +230,9 @@ def inventory_from_ray(*, local: Inventory | None = None) -> Inventory:
     Ray provides counts and types of GPUs. For this machine, memory and capability are those in `local`; for other
     machines the capability follows from the name of the type, and the memory is 0 (unknown). GPU slots that Ray counts
     on this machine while its driver shows no device are left out, and a note says so.
-
-    Raises:
-        RuntimeError: Ray is not initialised in this process.
     """
     import ray
 
-    if not ray.is_initialized():
-        raise RuntimeError("inventory_from_ray needs an initialised Ray (ray.init) in this process")
     local = local or local_inventory()
     address = ray.get_runtime_context().gcs_address
     return inventory_from_rows(ray.nodes(), local=local, source=f"Ray cluster at {address}")

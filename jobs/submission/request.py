@@ -49,11 +49,11 @@ class JobRequest:
     @property
     def record(self) -> dict[str, Any]:
         """What is stored with the job on the server."""
-        record = {"verb": self.verb, "name": None, "save_dir": self.save_dir, "stop_grace_s": None}
-        if self.spec is not None:
-            record |= {"name": self.spec.name, "stop_grace_s": self.spec.retry.stop_grace_s}
-            record["save_dir"] = self.save_dir or self.spec.save.dir
-        return record
+        spec = self.spec
+        return {
+            "verb": self.verb, "name": spec and spec.name, "save_dir": self.save_dir or (spec and spec.save.dir),
+            "stop_grace_s": spec and spec.retry.stop_grace_s,
+        }  # fmt: skip
 
 
 def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> JobRequest:
