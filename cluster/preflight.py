@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from cluster.config import ClusterConfig
@@ -58,6 +58,13 @@ class CheckResult:
         return f"{self.name}: {self.seen}, expected {self.expected}" + (f"; {self.remedy}" if self.remedy else "")
 
 
+def judged(
+    name: str, seen: str, expected: str, remedy: str = "", *, status: Literal["fail", "warn"] = "fail", key: str = ""
+) -> CheckResult:
+    """The result of a check: ok, unless there is something to remedy."""
+    return CheckResult(name, status if remedy else "ok", seen, expected, remedy, key if remedy else "")
+
+
 def check_storage(save_dir: str) -> CheckResult:
     """Creates the folder (a path or a URI that pyarrow supports), then writes, reads back and deletes a token in it."""
     token = secrets.token_hex(16)
@@ -74,12 +81,10 @@ def check_storage(save_dir: str) -> CheckResult:
             "set save.dir to a folder with free space that this user may write to" if local
             else "see the address in save.dir, the network and the credentials of this machine", "save.dir",
         )  # fmt: skip
+    found, remedy = "written, read back and deleted", ""
     if seen != token:
-        return CheckResult(
-            "storage", "fail", f"{save_dir} returned {seen!r} for {token!r}", "the content that was written",
-            "set save.dir to another folder", "save.dir",
-        )  # fmt: skip
-    return CheckResult("storage", "ok", f"{save_dir}: written, read back and deleted", "a writable folder")
+        found, remedy = f"returned {seen!r} for {token!r}", "set save.dir to another folder"
+    return judged("storage", f"{save_dir}: {found}", "a writable folder", remedy, key="save.dir")
 
 
 def local_folder(save_dir: str) -> Path | None:
@@ -144,13 +149,11 @@ def check_disk(save_dir: str, need_bytes: int | None, *, saved: int = 0) -> Chec
     free = shutil.disk_usage(folder).free
     number = {1: "one checkpoint", 2: "two checkpoints", 3: "three checkpoints"}[copies] + (" more" if saved else "")
     expected = f"{size(wanted)} free: {number} and {size(DISK_SLACK)}"
+    seen, remedy = f"{size(free)} free in {folder}", ""
     if free < wanted:
-        lacking = f" ({size(max(wanted - free, 2**20))} too little)" if size(free) == size(wanted) else ""
-        return CheckResult(
-            "disk", "fail", f"{size(free)} free in {folder}{lacking}", expected,
-            "set save.dir to a disk with more free space, or free some", "save.dir",
-        )  # fmt: skip
-    return CheckResult("disk", "ok", f"{size(free)} free in {folder}", expected)
+        remedy = "set save.dir to a disk with more free space, or free some"
+        seen += f" ({size(max(wanted - free, 2**20))} too little)" if size(free) == size(wanted) else ""
+    return judged("disk", seen, expected, remedy, key="save.dir")
 
 
 def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool) -> CheckResult:
@@ -165,12 +168,8 @@ def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers:
     expected = f"{size(each * local_workers)} for {counted(local_workers, 'worker')} of {size(each)}"
     if not free:
         return CheckResult("memory", "na", "the free memory is not known", expected)
-    if free < each * local_workers:
-        return CheckResult(
-            "memory", "warn", f"{size(free)} free", expected,
-            "lower scale.workers or loop.micro_batch_size", "loop.micro_batch_size",
-        )  # fmt: skip
-    return CheckResult("memory", "ok", f"{size(free)} free", expected)
+    remedy = "lower scale.workers or loop.micro_batch_size" if free < each * local_workers else ""
+    return judged("memory", f"{size(free)} free", expected, remedy, status="warn", key="loop.micro_batch_size")
 
 
 def check_shared_memory(*, root: Path = ROOT) -> CheckResult:
@@ -179,11 +178,10 @@ def check_shared_memory(*, root: Path = ROOT) -> CheckResult:
     if not folder.is_dir():
         return CheckResult("shared_memory", "na", "there is no /dev/shm", "Linux")
     free = shutil.disk_usage(folder).free
-    expected = f"{size(SHARED_MEMORY)} free"
-    if free < SHARED_MEMORY:
-        remedy = "give the container more (docker run --shm-size=1g)"
-        return CheckResult("shared_memory", "warn", f"{size(free)} free in /dev/shm", expected, remedy)
-    return CheckResult("shared_memory", "ok", f"{size(free)} free in /dev/shm", expected)
+    remedy = "give the container more (docker run --shm-size=1g)" if free < SHARED_MEMORY else ""
+    return judged(
+        "shared_memory", f"{size(free)} free in /dev/shm", f"{size(SHARED_MEMORY)} free", remedy, status="warn"
+    )
 
 
 def check_visible_devices(
@@ -206,12 +204,9 @@ def check_visible_devices(
         every = (visible_devices({}, nvml=nvml), amd_devices({}, root=root))
         if not any(one.devices or one.unusable for one in every) and select_visible(text, [])[1]:
             problems.append("this machine has no GPU")
-    if problems:
-        return CheckResult(
-            "visible_devices", "warn", f"{seen}: {'; '.join(problems)}", expected,
-            "unset all but one, and set that one to devices that exist", "CUDA_VISIBLE_DEVICES",
-        )  # fmt: skip
-    return CheckResult("visible_devices", "ok", seen or "no variable hides a device", expected)
+    seen = f"{seen}: {'; '.join(problems)}" if problems else seen or "no variable hides a device"
+    remedy = "unset all but one, and set that one to devices that exist" if problems else ""
+    return judged("visible_devices", seen, expected, remedy, status="warn", key="CUDA_VISIBLE_DEVICES")
 
 
 def run_preflight(
@@ -361,8 +356,8 @@ def check_ray_job(save_dir: str, *, environ: Mapping[str, str] | None = None) ->
         return []
     expected = "a folder that outlives the job, on storage that every node can access"
     folder = save_dir if "://" in save_dir else str(Path(save_dir).expanduser().resolve())
-    if PACKAGE_CACHE not in Path(folder).parts or "://" in save_dir:
-        return [CheckResult("save_folder", "ok", folder, expected)]
-    seen = f"{folder}, which is in Ray's copy of the working directory of this job"
-    remedy = "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)"
-    return [CheckResult("save_folder", "fail", seen, expected, remedy, "save.dir")]
+    seen, remedy = folder, ""
+    if PACKAGE_CACHE in Path(folder).parts and "://" not in save_dir:
+        seen = f"{folder}, which is in Ray's copy of the working directory of this job"
+        remedy = "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)"
+    return [judged("save_folder", seen, expected, remedy, key="save.dir")]

@@ -12,14 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
 from cluster.devices.inventory import device_facts, local_inventory, machine_limits
 from cluster.environment import environment_record
 from cluster.network import GLOO, interface_of
-from cluster.preflight import CheckResult, check_caches, check_place, check_shared_memory, check_visible_devices
+from cluster.preflight import CheckResult, check_caches, check_place, check_shared_memory, check_visible_devices, judged
 from cluster.wording import counted, size
 from raytrain.errors import RaytrainError, first_line
 from raytrain.runs.storage import open_store
@@ -66,13 +66,6 @@ class NodeReport:
     limits: Mapping[str, Any]
     devices: list[dict[str, Any]]
     results: list[CheckResult]
-
-
-def judged(
-    name: str, seen: str, expected: str, remedy: str = "", *, status: Literal["fail", "warn"] = "fail", key: str = ""
-) -> CheckResult:
-    """The result of a check: ok, unless there is something to remedy."""
-    return CheckResult(name, status if remedy else "ok", seen, expected, remedy, key if remedy else "")
 
 
 def examine(save_dir: str, token: str, name: str, driver: tuple[str, int], interface: str | None) -> NodeReport:

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.devices.inventory import Inventory
-from cluster.preflight import CheckResult
+from cluster.preflight import CheckResult, judged
 from cluster.telemetry.warnings import HIGH
 from cluster.wording import counted, plain_number, seconds, size
-from jobs.checks.node import judged
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 
 if TYPE_CHECKING:
