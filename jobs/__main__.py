@@ -17,7 +17,7 @@ except Exception as error:  # that of the file in which it is defined: the user 
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
-from jobs.completion import complete_bench, complete_job, complete_key, complete_recipe
+from jobs.completion import complete_job, complete_key, complete_recipe
 from jobs.driver import broken_output as output
 from jobs.driver.signals import Interrupted
 from jobs.job.arguments import split_arguments
@@ -324,7 +324,7 @@ class _BenchCommand(click.Command):
 
 
 @main.command(cls=_BenchCommand)
-@click.argument("name", required=False, shell_complete=complete_bench)
+@click.argument("name", required=False)
 @click.argument("arguments", nargs=-1, metavar="[key=value ...]")
 @click.option("--list", "as_list", is_flag=True, help="list the benchmarks and what they measure")
 @click.option("--out", metavar="FILE.json", help="file for the raw values (default: runs/bench/NAME-TIME.json)")
@@ -393,13 +393,11 @@ class _SubmitVerbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
-            offered = ", ".join(self.list_commands(ctx))
             from raytrain.config.messages import suggestion
 
-            remedy = suggestion(args[0], self.list_commands(ctx))
-            if main.get_command(ctx, args[0]) is not None:
-                remedy = f"{args[0]} needs no cluster: run it here"
-            raise InputError("submit", got=args[0], expected=f"one of {offered}", remedy=remedy)
+            offered, elsewhere = self.list_commands(ctx), main.get_command(ctx, args[0]) is not None
+            remedy = f"{args[0]} needs no cluster: run it here" if elsewhere else suggestion(args[0], offered)
+            raise InputError("submit", got=args[0], expected=f"one of {', '.join(offered)}", remedy=remedy)
         return super().resolve_command(ctx, args)
 
 

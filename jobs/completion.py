@@ -43,13 +43,6 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
     return _items(recipe_names(), incomplete)
 
 
-def complete_bench(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The names of benchmarks."""
-    from jobs.bench.harness.options import BENCHES
-
-    return _items(list(BENCHES), incomplete)
-
-
 def words_of(key: str) -> list[str]:
     """The words that a key accepts, among them `true` and `false` of a switch; none if it accepts anything else only.
 

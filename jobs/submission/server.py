@@ -39,10 +39,6 @@ REQUEST_S = 60.0
 """Limit of each other request: to connect, and for each part of the answer."""
 POLL_EVERY_S = 0.5
 
-NO_AGENT = """the head's agent, which starts jobs, has not started: try again if the cluster has just been started, else
-something else may have its port, 52365 by default (ray start --dashboard-agent-listen-port); dashboard_agent.log in the
-head's /tmp/ray/session_latest/logs says why"""
-
 
 def record_of(job: JobDetails) -> dict[str, Any]:
     """What `submit` recorded about a job; {} for one submitted by `ray job submit`."""
@@ -131,8 +127,7 @@ class JobServer(JobSubmissionClient):
                 raise InputError(
                     "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
                 ) from error
-            remedy = NO_AGENT if "No available agent" in str(error) else ""
-            raise InputError("job", got=_last_line(error), expected="a job that Ray accepts", remedy=remedy) from error
+            raise InputError("job", got=_last_line(error), expected="a job that Ray accepts") from error
         except ServerSilent as error:
             raise RunError(
                 f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "
