@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
 from cluster.devices.inventory import inventory_from_ray, local_inventory
 from cluster.preflight import CheckResult, DeviceSize, check_wanted, local_folder, on_each_node
@@ -37,7 +38,7 @@ from jobs.checks.node import (
     examine,
     measure_node,
 )
-from jobs.driver.printing import print_line, print_row
+from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.job.facts import absolute_path, run_named
@@ -53,6 +54,7 @@ __all__ = ["CheckReport", "check"]
 #: A node that has not answered by then is not part of a working cluster.
 NODE_TIMEOUT_S, RATES_TIMEOUT_S = 60.0, 180.0
 SIGNS = {"ok": "ok", "warn": "warning", "fail": "FAILED", "na": "-"}
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "na": "dim"}
 #: Workers of the training on CPUs of one machine: two of them, so that collectives are tried.
 CPU_WORKERS = 2
 
@@ -204,9 +206,20 @@ class _Checking:
             wrong = result.status in ("warn", "fail")
             seen = f"{node}: {result.seen}" if node and several else result.seen
             remedy = f"expected {result.expected}{'; ' * bool(result.remedy)}{result.remedy}"
-            print_row(console, f"{SIGNS[result.status]:<9} {result.name.replace('_', ' '):<19} ", seen)
+            name = result.name.replace("_", " ")
+            if not console.is_terminal:
+                print_line(console, f"{SIGNS[result.status]:<9} {name:<19} {seen}")
+                if wrong:
+                    print_line(console, f"{'':<29} {remedy}")
+                continue
+            table = Table(box=None, show_header=False, pad_edge=False, expand=False)
+            table.add_column(width=8, style=COLOURS[result.status])
+            table.add_column(width=18, overflow="fold")
+            table.add_column(overflow="fold")
+            table.add_row(SIGNS[result.status], name, seen)
             if wrong:
-                print_row(console, " " * 30, remedy)
+                table.add_row("", "", remedy, style="dim")
+            console.print(table, markup=False, highlight=False)
 
     def check_machines(self) -> None:
         """Facts and checks of every node, then their rates."""

@@ -12,12 +12,15 @@ from jobs.job.spec import load_spec
 from raytrain.checkpoint.reader import CheckpointWeights
 from raytrain.config.sections import PLACEHOLDER
 from raytrain.config.user_code import make_importable
-from raytrain.errors import InputError
+from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.export import Export, checkpoint_of, export_checkpoint
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, open_store, typed_path
 
 __all__ = ["export"]
+
+#: A running run may delete a checkpoint while it is read; then another one is chosen, this many times.
+TRIES = 3
 
 
 def export(run: str | Path, *, step: int | str | None = None, to: str | Path | None = None) -> str:
@@ -66,14 +69,22 @@ def export_verb(path: str, *, step: str | None, target: str | None) -> int:
 
 def export_weights_of(run: RunFolder, step: int | str, target: str | None) -> tuple[str, dict[str, str]]:
     """Export the checkpoint of `step` (a number, "best" or "last"); returns the folder and the weights' metadata."""
-    info = checkpoint_of(run, step)
-    folder = open_store(target or join(run.path, f"exports/step_{info.step:08d}")).uri
-    store = open_store(folder)
-    held = [entry.name for entry in store.entries("")]
-    if held or (store.is_local and os.path.exists(store.uri) and not os.path.isdir(store.uri)):
-        seen = f"{folder}, which holds {held[0]}" if held else f"{folder}, which is a file"
-        raise InputError("--to", got=seen, expected="a new or empty folder")
-    return folder, export_checkpoint(info, folder, build_export=lambda found: _own_export(run, found))
+    for left in reversed(range(TRIES)):
+        info = checkpoint_of(run, step)
+        folder = target or join(run.path, f"exports/step_{info.step:08d}")
+        folder = open_store(folder).uri
+        store = open_store(folder)
+        held = [entry.name for entry in store.entries("")]
+        if held or (store.is_local and os.path.exists(store.uri) and not os.path.isdir(store.uri)):
+            seen = f"{folder}, which holds {held[0]}" if held else f"{folder}, which is a file"
+            raise InputError("--to", got=seen, expected="a new or empty folder")
+        try:
+            return folder, export_checkpoint(info, folder, build_export=lambda found: _own_export(run, found))
+        except CheckpointError:
+            still_there = any(open_store(info.path).entries(""))
+            if still_there or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def planned_step(run: RunFolder) -> str:

@@ -143,7 +143,11 @@ def logs_verb(job_id: str, *, address: str | None, following: bool) -> int:
 
 def stop_verb(job_id: str, *, address: str | None) -> int:
     """Ask a job to save and stop, wait for it, and only then ask Ray to stop it."""
-    job = stop_job(JobServer(address), job_id)
+    try:
+        job = stop_job(JobServer(address), job_id)
+    except KeyboardInterrupt:
+        say(f"{job_id} is no longer waited for, and may still run: see {shell_command('submit', 'status', job_id)}")
+        return INTERRUPTED
     say(f"{job_id}: {outcome(job)}, exit code {exit_code(job)}")
     return 0
 

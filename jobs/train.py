@@ -18,7 +18,7 @@ from cluster.preflight import is_submitted
 from jobs.driver.attempts import RunAttempts, debugged
 from jobs.driver.printing import print_line
 from jobs.driver.progress import Activity, Phases
-from jobs.driver.result import Result, close_run, result_of
+from jobs.driver.result import Result, close_run, command_start, result_of
 from jobs.driver.run_folder import Resumed, RunPlanner, check_checkpoints, newest_unfinished, open_resumed
 from jobs.driver.signals import StopSignals
 from jobs.job.facts import path_from_here, resolved
@@ -163,6 +163,7 @@ def train_loaded(
         InputError: the job or the machines are wrong; no run folder was made.
         Interrupted: a signal arrived before the run folder was made.
     """
+    began = command_start(began)
     phases = Phases(began=began)
     with Activity(console, phases=phases) as activity:
         activity.begin("checking the job: opening the data and building the model")

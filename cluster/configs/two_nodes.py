@@ -15,6 +15,7 @@ import threading
 import click
 
 from cluster.environment import LOOPBACK, variables_kept_from_ray
+from cluster.network import answers
 from cluster.ray_runtime import private_ray
 
 #: Ray's defaults may be wanted by another cluster on this machine.
@@ -57,6 +58,10 @@ def main(cpus: int, gpus: int, port: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         url = f"http://{nodes.webui_url}"
+        agents = [f"127.0.0.1:{node.dashboard_agent_listen_port}" for node in nodes.list_all_nodes()]
+        if silent := [address for address in (nodes.webui_url, *agents) if not answers(address)]:
+            nodes.shutdown()
+            raise click.ClickException(f"it would take no jobs, as {', '.join(silent)} does not answer")
         # with the last of them, a plain `ray.init()` does not tell the cluster the address of a network interface
         exported = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *LOOPBACK)}
         print("export", *(f"{name}={shlex.quote(value)}" for name, value in exported.items()))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.wording import size
+from cluster.wording import counted, size
 
 # ---------------------------------------------------------------- trend
 
@@ -190,7 +190,13 @@ class MemoryWatch:
         title = f"{name} (pid {who})" if name else str(who)
         device = next((one for one in row["devices"] if one["device"] == who), row["devices"][0])
         free = (device["memory_total"] or 0) - (device["memory_used"] or 0)
-        left = f"; at this rate memory is full in {_duration(free / found.bytes_per_s)}" if free > 0 else ""
+        # the other processes of the node whose memory grows fill the same memory
+        tests = [test for (node, other), test in self._trends.items() if node == row["node"] and other != who]
+        grown = [growth(test.points) for test in tests if name]
+        others = [one.bytes_per_s for one in grown if one is not None]
+        along = f", with that of {counted(len(others), 'other process', 'other processes')}," if others else ""
+        full_s = free / (found.bytes_per_s + sum(others))
+        left = f"; at this rate{along} memory is full in {_duration(full_s)}" if free > 0 else ""
         step_s = 1.5 * found.seconds / (steps - WARM_UP_STEPS)  # the trend is of the last two thirds of the steps
         each = found.bytes_per_s * step_s
         text = (

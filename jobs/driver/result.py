@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +22,21 @@ from raytrain.errors import RaytrainError, RunError, first_line
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.models.weights.headers import read_header
 from raytrain.runs.faults import read_faults
-from raytrain.runs.folder import RunFolder, has_objects, on_cluster, resume_command, shell_command, this_process
+from raytrain.runs.folder import (
+    RunFolder,
+    has_objects,
+    on_cluster,
+    process_start,
+    resume_command,
+    shell_command,
+    this_process,
+)
 from raytrain.runs.records import account, account_of_last, event
 from raytrain.runs.storage import open_store, split
 
+_COMMANDS = itertools.count()
+#: A process that was not older than this when its first command began was started for it.
+NEW_PROCESS_S = 30.0
 #: How much of a language model's sample is printed.
 SAMPLE_LINES, SAMPLE_WIDTH = 6, 76
 
@@ -189,6 +202,16 @@ def last_sign_of_life(run: RunFolder) -> float | None:
     seen = [row["time"] for row in run.read_rows(run.events)]
     seen += [time for name in ("metrics.jsonl", "attempts/heartbeat.json") if (time := run.store.changed(name))]
     return max(seen, default=None)
+
+
+def command_start(now: float) -> float:
+    """When this command began, in unix seconds: with its process, if it is the first one there, else now."""
+    ticks = process_start(os.getpid())
+    if next(_COMMANDS) or ticks is None:
+        return now
+    started = time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    # a notebook's process may be hours old: count only the start of a command's own interpreter
+    return started if now - started < NEW_PROCESS_S else now
 
 
 def print_result(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib.util
 import os
 import re
 import shlex
+import sys
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import click
 
 from jobs.job.arguments import split_arguments
+from raytrain.config.user_code import imported_names
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- arguments
@@ -49,11 +54,11 @@ class JobRequest:
     @property
     def record(self) -> dict[str, Any]:
         """What is stored with the job on the server."""
-        spec = self.spec
-        return {
-            "verb": self.verb, "name": spec and spec.name, "save_dir": self.save_dir or (spec and spec.save.dir),
-            "stop_grace_s": spec and spec.retry.stop_grace_s,
-        }  # fmt: skip
+        record = {"verb": self.verb, "name": None, "save_dir": self.save_dir, "stop_grace_s": None}
+        if self.spec is not None:
+            record |= {"name": self.spec.name, "stop_grace_s": self.spec.retry.stop_grace_s}
+            record["save_dir"] = self.save_dir or self.spec.save.dir
+        return record
 
 
 def request_of(verb: str, command: click.Command, arguments: Sequence[str]) -> JobRequest:
@@ -224,27 +229,76 @@ def pack(folder: Path, archive: Path) -> Package:
 
 def check_package(request: JobRequest, package: Package, folder: Path) -> None:
     """Check that the files of the working directory that a job reads are in its package. Errors: InputError."""
-    from jobs.job.facts import local_paths, resolved
-
-    needed = {} if request.job_file is None else {"JOB.yaml": str(folder / request.job_file)}
-    if request.spec is not None:
-        spec = resolved(request.spec)
-        for key, path in local_paths(spec, missing=True).items():
-            if Path(path).is_relative_to(folder) and "$" not in path:  # whose value is that on the cluster
-                raise InputError(key, got=f"{path}, which does not exist", expected=CARRIED)
-        needed |= local_paths(spec)
-    for key, path in needed.items():
-        if not Path(path).is_relative_to(folder) or Path(path).is_dir():
+    for key, path, importer in _needed(request, folder):
+        if not path.is_relative_to(folder) or path.is_dir():
             continue
-        name = Path(path).relative_to(folder).as_posix()
+        name = path.relative_to(folder).as_posix()
         if name in package.names:
             continue
         why, remedy = f"its {package.large.get(name, 0) >> 20} MiB are too much", ""
         if name not in package.large:
             why = "it is ignored"
             remedy = f"take it out of .gitignore and .rayignore, or add the line !/{name} to .gitignore"
-        got = f"{name}, which is not in the package of the working directory: {why}"
-        raise InputError(key, got=got, expected=CARRIED, remedy=remedy)
+        imported = f", which {importer} imports, and" if importer else ","
+        got = f"{name}{imported} which is not in the package of the working directory: {why}"
+        expected = "every module of the job in it" if importer else CARRIED
+        raise InputError(key, got=got, expected=expected, remedy=remedy)
+
+
+def _needed(request: JobRequest, folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """(key, file that a job reads, module that imports it or ""). Errors: InputError if one is not there."""
+    from jobs.job.facts import local_paths, resolved
+
+    if request.job_file is not None:
+        yield "JOB.yaml", folder / request.job_file, ""
+    if request.spec is None:
+        return
+    spec = resolved(request.spec)
+    for key, path in local_paths(spec, missing=True).items():
+        if Path(path).is_relative_to(folder) and "$" not in path:  # whose value is that on the cluster
+            raise InputError(key, got=f"{path}, which does not exist", expected=CARRIED)
+    for key, path in local_paths(spec).items():
+        yield key, Path(path), ""
+    named = [("model.builder", spec.model.builder), ("data.source", spec.data.source)]
+    named += [("data.collate", spec.data.collate), *(("telemetry.observers", one) for one in spec.telemetry.observers)]
+    for key, one in named:
+        if isinstance(one, str) and ":" in one:
+            for path, importer in imported_files(one.partition(":")[0], folder).items():
+                yield key, path, importer
+
+
+def imported_files(module: str, folder: Path) -> dict[Path, str]:
+    """Files below `folder` that a module cannot do without, each with the module that imports it.
+
+    They are found in their source: nothing is imported, which may need the cluster.
+    """
+    found, left = dict[Path, str](), [(module, module)]
+    others = [path for path in sys.path if path and Path(path).resolve() != folder.resolve()]
+    while left:
+        name, importer = left.pop()
+        parts = name.split(".")
+        installed = PathFinder.find_spec(parts[0], others)
+        if installed is not None and installed.origin is not None:  # it comes first, but not a folder without __init__
+            continue
+        for end in range(1, len(parts) + 1):
+            base = folder.joinpath(*parts[:end])
+            path = base / "__init__.py" if (base / "__init__.py").is_file() else base.with_suffix(".py")
+            if path.is_file() and path not in found:
+                found[path] = importer
+                left += [(one, ".".join(parts[:end])) for one in _imports(path, parts[: end - (path.parent != base)])]
+    return found
+
+
+def _imports(path: Path, package: list[str]) -> Iterator[str]:
+    """Names that a file of a package imports in any case, which may be modules: what stands in an `if`, a `try` or a
+    `with` may be missing."""
+    left = list[ast.AST]()
+    with contextlib.suppress(SyntaxError, ValueError):  # the job says so
+        left.append(ast.parse(path.read_bytes()))
+    for node in left:
+        yield from imported_names(node, package)
+        if not isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With):
+            left.extend(ast.iter_child_nodes(node))
 
 
 # ---------------------------------------------------------------- environment

@@ -27,6 +27,11 @@ from raytrain.runs.folder import shell_command
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
+QUIET = (
+    "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", "ray._private.runtime_env.packaging",
+    "ray._private.authentication.authentication_token_setup",
+)  # fmt: skip
+"""Loggers of Ray that report each upload and each token that is found."""
 
 RECORD = "raytrain"
 """Key in the metadata of a job under which `submit` records what it submitted, as JSON."""
@@ -38,6 +43,10 @@ PROBE_S = 15.0
 REQUEST_S = 60.0
 """Limit of each other request: to connect, and for each part of the answer."""
 POLL_EVERY_S = 0.5
+
+NO_AGENT = """the head's agent, which starts jobs, has not started: try again if the cluster has just been started, else
+something else may have its port, 52365 by default (ray start --dashboard-agent-listen-port); dashboard_agent.log in the
+head's /tmp/ray/session_latest/logs says why"""
 
 
 def record_of(job: JobDetails) -> dict[str, Any]:
@@ -80,7 +89,8 @@ class JobServer(JobSubmissionClient):
         expected = "the URL of the dashboard of a Ray cluster"
         if not given.startswith(("http://", "https://")) or not given.partition("://")[2].strip("/"):
             raise InputError("--address", got=given, expected=f"{expected}, such as {DEFAULT_ADDRESS}")
-        logging.disable(logging.WARNING)  # Ray reports each upload and each token that is found
+        for name in QUIET:
+            logging.getLogger(name).setLevel(logging.ERROR)
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a token that is set is used
         self.address = given.rstrip("/")
         os.environ[ADDRESS_VARIABLE] = self.address  # Ray takes it, or else RAY_ADDRESS, before one that is given
@@ -127,7 +137,8 @@ class JobServer(JobSubmissionClient):
                 raise InputError(
                     "--id", got=f"{job_id}, the ID of an earlier job", expected="an ID that is not taken"
                 ) from error
-            raise InputError("job", got=_last_line(error), expected="a job that Ray accepts") from error
+            remedy = NO_AGENT if "No available agent" in str(error) else ""
+            raise InputError("job", got=_last_line(error), expected="a job that Ray accepts", remedy=remedy) from error
         except ServerSilent as error:
             raise RunError(
                 f"{self.address} did not say whether it has submitted {job_id} ({error.reason}): "

@@ -96,6 +96,28 @@ def row(step: int, *, processes: list[dict[str, Any]] | None = None, used: float
     }  # fmt: skip
 
 
+def test_the_forecast_of_full_memory_is_of_all_processes_that_grow() -> None:
+    """Two workers of a node fill its 80 GiB that are free twice as fast as one."""
+
+    def forecast(*rates: int) -> list[str]:
+        watch, found = MemoryWatch(), []
+        for step in range(1, 101):
+            own = [
+                {"pid": pid, "name": "worker", "rss": 1, "anonymous": 1000 * MIB + rate * MIB * step}
+                for pid, rate in enumerate(rates, 5)
+            ]
+            found += watch.look(row(step, processes=own))
+        return list({one.key: one.text for one in reversed(found)}.values())  # the first of each cause
+
+    (alone,) = forecast(8)
+    assert "; at this rate memory is full in 3 h: look for" in alone
+    one, other = forecast(8, 8)
+    for text in (one, other):
+        assert "; at this rate, with that of 1 other process, memory is full in 85 min: look for" in text
+    (only,) = forecast(0, 8, 0)
+    assert "worker (pid 6) on n" in only and "at this rate memory is full in 3 h" in only
+
+
 def test_a_nearly_full_device_and_a_process_near_its_limit_are_named_with_their_figures() -> None:
     watch = MemoryWatch(limit=1000 * MIB)
     calm = {"pid": 5, "name": "worker", "rss": int(HIGH * 1000 * MIB), "anonymous": 10}

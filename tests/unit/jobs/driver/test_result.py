@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
+import math
 import os
 import time
 from pathlib import Path
@@ -13,8 +15,17 @@ import pytest
 from rich.console import Console
 
 from cluster.preflight import JOB_ENVIRONMENT
+from jobs.driver import result
 from jobs.driver.progress import Phases
-from jobs.driver.result import Result, close_run, last_sign_of_life, print_result, sample_lines, write_result
+from jobs.driver.result import (
+    Result,
+    close_run,
+    command_start,
+    last_sign_of_life,
+    print_result,
+    sample_lines,
+    write_result,
+)
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RESERVE_BYTES, RunFolder, this_process
@@ -97,6 +108,20 @@ def test_the_last_sign_of_life_is_the_newest_of_event_row_and_heartbeat(run: Run
     assert beat is not None and abs(time.time() - beat) < 60
     run.append_event({"kind": "x", "time": beat + 100})
     assert last_sign_of_life(run) == beat + 100
+
+
+def test_a_commands_time_begins_with_its_process_and_a_notebooks_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(result, "_COMMANDS", itertools.count())
+    monkeypatch.setattr(result, "NEW_PROCESS_S", math.inf)
+    began = command_start(now)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    (booted,) = (line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    assert abs(began - (int(booted) + ticks / os.sysconf("SC_CLK_TCK"))) < 2
+    assert command_start(now + 2) == now + 2, "the second in a process"
+    monkeypatch.setattr(result, "_COMMANDS", itertools.count())
+    monkeypatch.setattr(result, "NEW_PROCESS_S", 0.0)
+    assert command_start(now) == now, "a process that has been there for days"
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
