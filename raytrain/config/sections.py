@@ -260,7 +260,9 @@ class ScaleConfig(Section):
         "communicate through the host",
         0.5,
     )
-    threads: Count | Auto = key("auto", "CPU threads of each worker")
+    threads: Count | Auto = key(
+        "auto", "CPU threads of each worker; 1 where other programs use the cores, for which threads would wait"
+    )
     shares: Literal["auto", "equal"] = key("equal", "micro-batches per worker; auto: by measured speed")
     sync_batchnorm: bool = key(
         False, "batch norms use the statistics of all workers' micro-batches, not of each worker's"
