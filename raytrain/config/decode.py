@@ -304,7 +304,7 @@ class JsonRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` restores an equal record, floats to the last bit."""
-        return json.loads(json.dumps(asdict(cast("Any", self))))
+        return json.loads(json.dumps(asdict(cast("Any", self)), default=_encoded))
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
