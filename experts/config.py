@@ -6,13 +6,13 @@ Torch-free; the base of this package.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
 from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Share, Text
+from raytrain.config.decode import JsonRecord
 
 # ---------------------------------------------------------------- shapes
 
@@ -39,7 +39,7 @@ def weight_shapes(
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerShape(JsonRecord):
     """Sizes and kind of the experts of one layer.
 
     Attributes:
@@ -64,16 +64,6 @@ class LayerShape:
     def kind(self) -> dict[str, Any]:
         """Keyword arguments of `build_experts` that all experts share."""
         return {"activation": self.activation, "bias": self.bias}
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> LayerShape:
-        """The inverse of `to_json`."""
-        frozen = tuple(map(tuple, row.get("frozen_E", ())))
-        return cls(**{**row, "hidden_E": tuple(row["hidden_E"]), "frozen_E": frozen})
 
     def weights(self, expert: int) -> dict[str, tuple[int, ...]]:
         """`weight_shapes` of one expert."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from raytrain.config.decode import JsonRecord
 from raytrain.errors import RunError
 
 HASH_BITS = 40
@@ -25,7 +26,7 @@ ChangeKind = Literal["birth", "merge", "prune", "rate"]
 
 
 @dataclass(frozen=True)
-class Change:
+class Change(JsonRecord):
     """One change of one layer.
 
     Attributes:
@@ -44,15 +45,6 @@ class Change:
     share: float = 1.0
     factor: float = 1.0
     opens: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Change:
-        """The inverse of `to_json`."""
-        return cls(**{**row, "ids": tuple(row["ids"])})
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class ExpertRow:
 
 
 @dataclass(frozen=True)
-class ExpertTable:
+class ExpertTable(JsonRecord):
     """The living experts of each layer in the order of their ids.
 
     Attributes:
@@ -184,13 +176,3 @@ class ExpertTable:
         own = [[(row.id, row.slot, row.born, row.parent, row.rate) for row in rows] for rows in self.layers]
         text = json.dumps([own, self.slots, self.next_ids, self.born, self.seed])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=HASH_BITS // 8).digest(), "little")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ExpertTable:
-        """The inverse of `to_json`."""
-        layers = tuple(tuple(ExpertRow(**row) for row in rows) for rows in value["layers"])
-        return cls(layers, value["slots"], tuple(value["next_ids"]), tuple(value["born"]), value["seed"])

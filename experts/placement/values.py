@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
+
+from raytrain.config.decode import JsonRecord
 
 # ---------------------------------------------------------------- values
 
@@ -119,7 +121,7 @@ class LayerPlacement:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(JsonRecord):
     """All layers on `num_hosts` hosts; `version` increases with every switch."""
 
     version: int
@@ -183,26 +185,6 @@ class Placement:
             if before != after
             for move in _moves(index, expert, before, after, costs[index][expert])
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` restores an equal placement, shares to the last bit."""
-        layers = [
-            {"copies": [list(hosts) for hosts in layer.copies], "shares": [list(parts) for parts in layer.shares]}
-            for layer in self.layers
-        ]
-        return {"version": self.version, "num_hosts": self.num_hosts, "layers": layers}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Placement:
-        """The inverse of `to_json`."""
-        layers = tuple(
-            LayerPlacement(
-                tuple(tuple(int(host) for host in hosts) for hosts in layer["copies"]),
-                tuple(tuple(float(part) for part in parts) for parts in layer["shares"]),
-            )
-            for layer in row["layers"]
-        )
-        return cls(int(row["version"]), int(row["num_hosts"]), layers)
 
 
 def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int], cost: ExpertCost) -> list[Move]:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cluster.devices.inventory import Inventory
+from cluster.wording import plain_number
 from jobs.driver.planning import plan_job
 from jobs.driver.runtime import Cluster
 from jobs.job.facts import path_from_here, resolved
@@ -22,7 +23,7 @@ from raytrain.autotune.measurement import STEADY, Candidate, line_of
 from raytrain.autotune.size_curve import BatchSpace, sizes_dividing, sizes_free
 from raytrain.config.messages import render
 from raytrain.errors import InputError
-from raytrain.plan.choice import figure_text, size_text
+from raytrain.plan.choice import size_text
 from raytrain.plan.machines import allowed_bytes, choose_devices, spread
 from raytrain.plan.memory import check_limit
 from raytrain.plan.plan import Plan
@@ -259,7 +260,7 @@ def decision_table(decision: BatchDecision) -> Table:
         if row.rows_per_s is not None and row.low is not None and row.high is not None:
             noise = "too noisy" if row.high > (1 + STEADY) * row.low else ""
             digits = 2 if noise else 4
-            speed, low, high = (figure_text(float(f"{one:.{digits}g}")) for one in (row.rows_per_s, row.low, row.high))
+            speed, low, high = (plain_number(float(f"{one:.{digits}g}")) for one in (row.rows_per_s, row.low, row.high))
             rate = f"{speed} [{low}, {high}]"
         sizes = [size_text(one) if one else "" for one in (row.measured_peak, row.predicted_peak)]
         note = row.note or ", ".join(filter(None, ("best" if taken else "", noise)))

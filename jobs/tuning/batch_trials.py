@@ -12,14 +12,14 @@ from typing import Any
 from ray import cloudpickle, tune
 from ray.tune.search import Searcher
 
-from cluster.wording import counted
+from cluster.wording import counted, plain_number
 from jobs.tuning.driver import TuneCommand
 from jobs.tuning.trials import StatelessSearcher, TrialRecorder, outcome_of, why
 from raytrain.autotune.batch_search import Measured, Proposal, SearchResults, next_proposals
-from raytrain.autotune.measurement import Candidate, Measurement, from_json
+from raytrain.autotune.measurement import Candidate, Measurement
 from raytrain.autotune.size_curve import BatchSpace
 from raytrain.execution.driver_channel import on_stop_request
-from raytrain.plan.choice import figure_text, size_text
+from raytrain.plan.choice import size_text
 from raytrain.plan.room import Need
 
 
@@ -59,7 +59,7 @@ class BatchTrials(TrialRecorder):
         return self._number
 
     def text_of(self, config: dict[str, Any]) -> str:
-        wanted = from_json(Proposal, config)
+        wanted = Proposal.from_json(config)
         one = wanted.candidate
         return f"{one.precision}, {counted(one.micro_batch_size, 'row')}, {wanted.what}"
 
@@ -70,8 +70,8 @@ class BatchTrials(TrialRecorder):
         self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None
     ) -> tuple[dict[str, Any] | None, str]:
         """See `TrialRecorder`; a crash is a failed measurement."""
-        wanted = from_json(Proposal, config)
-        one, measured = wanted.candidate, tuple(from_json(Measurement, row) for row in result.get("measured", ()))
+        wanted = Proposal.from_json(config)
+        one, measured = wanted.candidate, tuple(Measurement.from_json(row) for row in result.get("measured", ()))
         ended = None if error is None else outcome_of(error)
         if not measured:
             reason = "it ended without a result" if error is None else why(error)
@@ -114,7 +114,7 @@ def result_text(measured: Measured, space: BatchSpace) -> str:
     for one in measured:
         rows = space.rows(one.candidate.micro_batch_size)
         name = f"{one.candidate.precision} x {one.candidate.micro_batch_size} " if len(measured) > 1 else ""
-        parts += [f"{name}{figure_text(rows / one.step_s(rows))} rows/s"] if one.pass_s else []
+        parts += [f"{name}{plain_number(rows / one.step_s(rows))} rows/s"] if one.pass_s else []
         parts += [f"peak {size_text(one.peak_bytes)}"] if one.peak_bytes else []
         parts += [f"{one.outcome.replace('_', ' ')}: {one.reason}"] if one.outcome != "ok" else []
     return ", ".join(parts)
@@ -149,7 +149,7 @@ def batch_trial(
     own: Any = cloudpickle.loads(job)
     source = source_from_driver(data, own.data, context=own.model.keys.get("context"))
     session = Session(own, workers=Workers(), source=source)
-    wanted = from_json(Proposal, config["trial"])
+    wanted = Proposal.from_json(config["trial"])
     session.prepare("fp64" if wanted.candidate.precision == "fp64" else "fp32")  # the format of the weights
     measured = StepProbe(session).run_proposal(wanted, budget=budget)
     tune.report({"measured": [asdict(one) for one in measured]})

@@ -22,13 +22,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from cluster.devices.inventory import Inventory
-from cluster.wording import counted
+from cluster.wording import counted, plain_number
 from jobs.driver.planning import plan_job
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import apply_overrides, decode, encode, plain_scalar
 from raytrain.config.messages import describe, render
 from raytrain.errors import InputError
-from raytrain.plan.choice import figure_text
 from raytrain.plan.expert_hosts import separate_hosts
 from raytrain.plan.room import Need
 from raytrain.report.records import dotted_leaves
@@ -328,7 +327,7 @@ def run_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
 
     def number(value: Any) -> str:
         usable = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-        return figure_text(value) if usable else ""
+        return plain_number(value) if usable else ""
 
     values = [number(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
     figures = [number(row.get(name)) for name in ("steps", "eval_loss", "samples_per_s")]

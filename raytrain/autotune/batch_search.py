@@ -24,10 +24,12 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, median
 from typing import Any
 
-from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement, beyond_noise, from_json, outside_band
+from cluster.wording import plain_number
+from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement, beyond_noise, outside_band
 from raytrain.autotune.size_curve import NEAR, BatchSpace, SizeCurve
+from raytrain.config.decode import JsonRecord
 from raytrain.errors import RunError
-from raytrain.plan.choice import Resolved, figure_text, size_text
+from raytrain.plan.choice import Resolved, size_text
 
 #: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
@@ -42,7 +44,7 @@ round i. If the first does not fit or fails, there is only its own."""
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Proposal(JsonRecord):
     """One measurement that the search proposes.
 
     Attributes:
@@ -86,7 +88,7 @@ class SearchResults:
         """What rows of trials.jsonl hold; those of earlier versions had another form, and do not count."""
         results = cls()
         for row in (one for one in rows if "measured" in one):
-            results.add(tuple(from_json(Measurement, one) for one in row["measured"]))
+            results.add(tuple(Measurement.from_json(one) for one in row["measured"]))
         return results
 
 
@@ -337,9 +339,9 @@ def _size_reason(search: CandidateSearch, chosen: Candidate) -> str:
     """Its throughput, the best one, the sizes that it was measured in turn with, and what memory allows."""
     curve, size, budget = search.curves[chosen.precision], chosen.micro_batch_size, search.space.budget_bytes
     best = max(curve.measured, key=curve.bound)
-    reason = f"{figure_text(curve.bound(size))} rows/s"
+    reason = f"{plain_number(curve.bound(size))} rows/s"
     if size != best:
-        reason += f", within {NEAR:.0%} of the best, {figure_text(curve.bound(best))} at {best}"
+        reason += f", within {NEAR:.0%} of the best, {plain_number(curve.bound(best))} at {best}"
     if max(curve.fitting) < search.space.sizes[-1] and budget is not None:
         reason += f"; memory allows up to {max(curve.fitting)}"
     if chosen in search.comparison:

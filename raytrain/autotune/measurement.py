@@ -4,15 +4,12 @@ another beyond noise and computes the same. Pure, without torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import linear_regression, median
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from pydantic import TypeAdapter
-
-T = TypeVar("T")
+from raytrain.config.decode import JsonRecord
 
 #: Passes of one size that differ by more than this fraction of their median ran while the machine did other work.
 STEADY = 0.5
@@ -40,7 +37,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(JsonRecord):
     """One candidate, measured with the real step: the slowest worker's seconds, the largest peak.
 
     Attributes:
@@ -116,15 +113,6 @@ def line_of(measured: Iterable[Measurement]) -> MemoryLine:
     if slope >= 0:
         return MemoryLine(floor, slope)
     return MemoryLine(sum(peaks) / len(peaks), 0.0)  # more rows never take less
-
-
-_adapter = cache(TypeAdapter)
-
-
-def from_json(kind: type[T], row: Mapping[str, Any]) -> T:
-    """A value of a dataclass from the plain mapping that `asdict` made of it and JSON may have carried: lists become
-    tuples, mappings dataclasses; further keys are ignored."""
-    return _adapter(kind).validate_python(row)
 
 
 # -- one way to compute against another ---------------------------------------------------------

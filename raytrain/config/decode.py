@@ -5,14 +5,17 @@ The only place that reads YAML. `jobs.job.spec` builds a job with it; nothing in
 
 from __future__ import annotations
 
+import json
 import numbers
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from dataclasses import asdict
+from functools import cache
+from typing import Any, Self, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from raytrain.config.messages import describe, join, render, section_of, unknown_key, whole_number, wrong_value
 from raytrain.config.sections import PLACEHOLDER, OpenSection
@@ -93,14 +96,12 @@ class _Reader:
     """Turns a tree of nodes into values, and refuses mistakes that PyYAML accepts silently."""
 
     def __init__(self, origin: str) -> None:
-        self.origin, self.count, self.open = origin, 0, set[int]()
+        self.origin, self.count = origin, 0
 
     def value(self, node: yaml.Node, path: str) -> Any:
         self.count += 1
         if self.count > MAX_VALUES:
             raise self._error(node, path, f"more than {MAX_VALUES} values", "a job")
-        if id(node) in self.open:
-            raise self._error(node, path, "an alias to itself", "a finite value")
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.ScalarNode):
             if kind != "str" and kind not in _SCALARS:
@@ -111,13 +112,9 @@ class _Reader:
                 raise self._error(node, path, str(error), "a value that fits its tag") from error
         if kind not in ("seq", "map"):
             raise self._error(node, path, f"the tag {node.tag}", "a value without a tag")
-        self.open.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            value: Any = self._mapping(node, path)
-        else:
-            value = [self.value(item, join(path, index)) for index, item in enumerate(node.value)]
-        self.open.discard(id(node))
-        return value
+            return self._mapping(node, path)
+        return [self.value(item, join(path, index)) for index, item in enumerate(node.value)]
 
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
@@ -297,6 +294,23 @@ def _validated(cls: type[ModelT], values: dict[str, Any]) -> tuple[ModelT | None
         return cls.model_validate(values), []
     except ValidationError as error:
         return None, list(dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_input=False)))
+
+
+_adapter = cache(TypeAdapter)
+
+
+class JsonRecord:
+    """Base of the dataclasses that are written as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` restores an equal record, floats to the last bit."""
+        return json.loads(json.dumps(asdict(cast("Any", self)), default=_encoded))
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`, also after JSON made lists of tuples. Further keys, which an older version may have
+        written, are ignored."""
+        return _adapter(cls).validate_python(row)
 
 
 def encode(model: BaseModel) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.wording import size as size_text
+from raytrain.config.decode import JsonRecord
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(JsonRecord):
     """A final decision: plain JSON (a number, a string, a boolean or None), and its reason in one short sentence."""
 
     value: Any
@@ -27,12 +28,9 @@ class Resolved:
     def value_or(self, _default: Any) -> Any:
         return self.value
 
-    def to_json(self) -> dict[str, Any]:
-        return {"value": self.value, "reason": self.reason}
-
 
 @dataclass(frozen=True)
-class Deferred:
+class Deferred(JsonRecord):
     """A decision that needs a measurement, or the opened data or model; the workers make it once, at the start.
 
     `how` says what decides, `bounds` are the candidates or the limits of the answer, `reason` adds detail.
@@ -51,17 +49,8 @@ class Deferred:
         """`default`, as long as no measurement has decided."""
         return default
 
-    def to_json(self) -> dict[str, Any]:
-        return {"how": self.how, "bounds": list(self.bounds), "reason": self.reason}
-
 
 Choice = Resolved | Deferred
-
-
-def choice_from_json(row: Mapping[str, Any]) -> Choice:
-    if "how" in row:
-        return Deferred(how=row["how"], bounds=tuple(row["bounds"]), reason=row["reason"])
-    return Resolved(value=row["value"], reason=row["reason"])
 
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
@@ -101,10 +90,6 @@ def seconds_text(spent: float, *, digits: int = 2) -> str:
     """A duration with two digits, or as many as given: 0.12 s, 34 ms, 4,321 s."""
     rounded = float(f"{spent:.{digits}g}")  # 0.0999 s is 0.1 s, and not 1e+02 ms
     return f"{digits_text(spent, digits)} s" if rounded >= 0.1 else f"{digits_text(1e3 * spent, digits)} ms"
-
-
-def figure_text(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def digits_text(value: float, digits: int) -> str:

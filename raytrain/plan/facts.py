@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytrain.config.decode import JsonRecord
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ HALF_OF_FULL = 5 / 8
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(JsonRecord):
     """What is known of a model without building it on a device; None where unknown.
 
     Bytes count the master weights (fp32: 4 bytes per parameter).
@@ -62,21 +63,6 @@ class ModelFacts:
         full = self.full_bytes_per_sample if dtype in ("bf16", "fp16") else 0
         return full + scaled_bytes(known - full, dtype)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "blocks": None if self.blocks is None else list(self.blocks)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> ModelFacts:
-        """The inverse of `to_json`, also after JSON made lists of tuples; what older runs recorded besides is left
-        out."""
-        known = {item.name: row[item.name] for item in fields(cls) if item.name in row}
-        if (experts := known.get("experts")) is not None:
-            sizes = {item.name: experts[item.name] for item in fields(ExpertFacts) if item.name in experts}
-            known["experts"] = ExpertFacts(**{**sizes, "parameters": tuple(map(tuple, sizes["parameters"]))})
-        if (blocks := known.get("blocks")) is not None:
-            known["blocks"] = tuple(blocks)
-        return cls(**known)
-
 
 def scaled_bytes(size: int, dtype: str) -> int:
     """Activations in a number format, from their bytes in fp32."""
@@ -86,7 +72,7 @@ def scaled_bytes(size: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class DataFacts:
+class DataFacts(JsonRecord):
     """What is known of a source without reading all of it: rows, bytes, and tokens per row where it has tokens."""
 
     train_rows: int
@@ -111,6 +97,3 @@ class DataFacts:
         train = rows - held if evaluation is None else rows
         total = (train + held) * row_bytes
         return cls(train, held, row_bytes, None, total, None, reason(train, held), kind)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)

@@ -17,7 +17,7 @@ from raytrain.config.sections import DataConfig, LoopConfig, OptimConfig, Precis
 from raytrain.errors import InputError
 from raytrain.plan import batch, expert_hosts, memory, speed
 from raytrain.plan import machines as devices
-from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json, reason_of, value_text
+from raytrain.plan.choice import Choice, Deferred, Resolved, reason_of, value_text
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.machines import DevicePool, allowed_bytes, spread
 from raytrain.plan.shares import choose_shares, splits
@@ -119,9 +119,10 @@ class Plan:
     def from_json(cls, record: Mapping[str, Any]) -> Plan:
         """The plan that `to_json` wrote; choices of older runs that are no longer made are left out."""
         model, data = record["model_facts"], record["data_facts"]
-        known = {item.name for item in fields(cls)}
+        names = {item.name for item in fields(cls)}
+        made = {name: row for name, row in record["choices"].items() if name in names}
         return cls(
-            **{name: choice_from_json(row) for name, row in record["choices"].items() if name in known},
+            **{name: (Deferred if "how" in row else Resolved).from_json(row) for name, row in made.items()},
             warnings=list(record["warnings"]),
             model_facts=ModelFacts.from_json(model) if model else None,
             data_facts=DataFacts(**data) if data else None,

@@ -10,13 +10,14 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 from cluster.devices.inventory import Inventory
 from cluster.wording import counted
+from raytrain.config.decode import JsonRecord
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import WorkersChange
 from raytrain.plan.choice import Choice, Deferred, Resolved
@@ -27,7 +28,7 @@ SPLITS = 8
 
 
 @dataclass(frozen=True)
-class Shares:
+class Shares(JsonRecord):
     """The measured speed of every worker, one entry per rank.
 
     `micro_batch` is `loop.micro_batch_size` at the time of the measurement: rows are assigned in units of it. If it
@@ -59,13 +60,6 @@ class Shares:
         number = -(-len(mine) // size)
         each = max(1, min(size, micro_batch * -(-len(mine) // (max(1, number) * micro_batch))))
         return [mine[begin : begin + each] for begin in range(0, len(mine), each)]
-
-    def to_json(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Shares:
-        return cls(row["micro_batch"], tuple(row["rows"]), tuple(row["pass_s"]))
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from cluster.wording import counted
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import join, split
@@ -152,14 +154,8 @@ def non_finite_steps(rows: Sequence[Row], key: str = "loss") -> list[int]:
 
 
 def percentile(data: Sequence[float], share: float) -> float | None:
-    """Linear interpolation between the two nearest order statistics, like numpy's default; None without data."""
-    if not data:
-        return None
-    ordered = sorted(data)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """Linear interpolation between the two nearest order statistics; None without data."""
+    return float(np.quantile(data, share)) if data else None
 
 
 def first_text(row: Row, *keys: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
+from raytrain.config.decode import JsonRecord
 from raytrain.errors import ClusterLost, CollectiveFailed
 from raytrain.runs.folder import RunFolder
 
@@ -41,7 +41,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Fault(JsonRecord):
     """One failure of one attempt, recorded by the failing worker, by the controller if the worker died, or by the
     driver if Ray itself was lost.
     """
@@ -69,9 +69,6 @@ class Fault:
         """The error, its message, and where in the user's code it was raised."""
         text = f"{self.error}: {self.message}" if self.message not in ("", self.error) else self.error
         return f"{text} at {self.place}" if self.place else text
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def write_fault(run: RunFolder, fault: Fault) -> None:

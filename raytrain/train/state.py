@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from raytrain.accelerator import gpu_module, on_gpu
+from raytrain.config.decode import JsonRecord
 from raytrain.data.rows.batches import Cursor
 
 Item = TypeVar("Item")
@@ -87,7 +88,7 @@ class LoopLimits:
 
 
 @dataclass
-class LoopState:
+class LoopState(JsonRecord):
     """What a resumed loop needs besides tensors: plain numbers, written to the checkpoint."""
 
     step: int = 0
@@ -100,13 +101,6 @@ class LoopState:
     final_loss: float | None = None
     skipped_steps: int = 0
     weight_unit: float | None = None  # of the step (`TrainingStep.weight_unit`)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> LoopState:
-        return cls(**{**record, "cursor": Cursor(**record["cursor"])})
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,15 @@ import resource
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from cluster.devices.limits import memory_bytes
 from cluster.telemetry.processes import is_own_limit, limit_memory, process_memory, process_sizes, reset_peak
 from raytrain.accelerator import device_bytes, device_memory, empty_cache, gpu_module, on_gpu, synchronize
+from raytrain.config.decode import JsonRecord
 from raytrain.errors import CollectiveFailed, OutOfMemory, message_of
 
 if TYPE_CHECKING:
@@ -293,16 +294,13 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Shortage:
+class Shortage(JsonRecord):
     """An out-of-memory error in one process."""
 
     who: str  # "rank 1", or "expert host 0"
     error: str  # type and first line of the exception
     allocated_bytes: int | None = None  # bytes allocated by the process when the error was caught; None if unknown
     free_bytes: int | None = None  # bytes free on the device for any process; None if unknown
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         known = {"held": self.allocated_bytes, "free": self.free_bytes}
