@@ -163,6 +163,8 @@ def _both(hosts: Any, workers: Any) -> bool:
 
 #: Seconds between two questions to the directory.
 ASK_EVERY_S = 2.0
+#: Ray declares a node dead some time after its processes died. A host of it may have started on another node by then.
+LEFT_S = 60.0
 
 
 class HostsOfRun:
@@ -180,6 +182,7 @@ class HostsOfRun:
         self._asked: Any = None
         self._asked_at = time.monotonic()
         self._nodes: dict[int, str] = {}
+        self._left: dict[int, tuple[str, float]] = {}  # host -> (its node before this one, when it was seen to change)
 
     @property
     def reserved(self) -> bool:
@@ -192,24 +195,26 @@ class HostsOfRun:
             self._reservation.end_turn()
 
     def on_node(self, node: str) -> list[int]:
-        """The hosts that were last known to be on the node with this id."""
-        return [host for host, place in self._nodes.items() if place == node]
+        """The hosts that are on the node with this id, or were there until `LEFT_S` ago."""
+        since = time.monotonic() - LEFT_S
+        left = [host for host, (place, when) in self._left.items() if place == node and when > since]
+        return sorted({*left, *(host for host, place in self._nodes.items() if place == node)})
 
     def changes(self) -> list[str]:
         """Lines about hosts that do not respond, or do again; never waits for an answer."""
         now = time.monotonic()
-        if self._directory is None or now - self._asked_at < ASK_EVERY_S:
+        if self._directory is None:
             return []
-        self._asked_at = now
-        if self._asked is None:
-            self._asked = self._directory.report.remote()
-        if not ray.wait([self._asked], timeout=0)[0]:
+        if self._asked is None and now - self._asked_at >= ASK_EVERY_S:
+            self._asked, self._asked_at = self._directory.report.remote(), now
+        if self._asked is None or not ray.wait([self._asked], timeout=0)[0]:
             return []
         asked, self._asked = self._asked, None
         try:
             nodes, lines = ray.get(asked)
         except ray.exceptions.RayError:  # the workers learn of it too, and end with the reason
             return []
+        self._left |= {host: (old, now) for host, old in self._nodes.items() if nodes.get(host, old) != old}
         self._nodes.update(nodes)
         return lines
 

@@ -10,7 +10,7 @@ import pytest
 import ray.exceptions
 
 from experts.hosts import reserve
-from experts.hosts.reserve import start_hosts
+from experts.hosts.reserve import ASK_EVERY_S, LEFT_S, HostsOfRun, start_hosts
 from raytrain.config.sections import RetryConfig
 from raytrain.execution.trainer import worker_resources
 from raytrain.plan.choice import Resolved
@@ -103,3 +103,31 @@ def test_without_hosts_nothing_is_started(started: Any, value: Any) -> None:
     assert hosts.changes() == [] and hosts.on_node(NODE) == []
     hosts.workers_started()
     hosts.close()
+
+
+def test_a_lost_node_names_the_hosts_it_had_also_where_one_has_started_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer of the directory is taken when it is there, not at the next question."""
+    now, done = 100.0, list[str]()
+    answers = iter([({}, []), ({0: "a", 1: "b"}, ["a line"]), ({0: "b", 1: "b"}, [])])
+    monkeypatch.setattr(reserve.time, "monotonic", lambda: now)
+    monkeypatch.setattr("ray.wait", lambda asked, timeout: ([one for one in asked if one in done], []))
+    monkeypatch.setattr("ray.get", lambda _asked: next(answers))
+    asked: list[str] = []
+    report = SimpleNamespace(remote=lambda: asked.append(f"question {len(asked)}") or asked[-1])
+    hosts = HostsOfRun(None, directory=SimpleNamespace(report=report))
+    for _ in range(2):  # the first comes before a host is there, the second says where they are
+        now += ASK_EVERY_S
+        assert hosts.changes() == [] and hosts.on_node("a") == [], "not answered yet"
+        done.append(asked[-1])
+        now += 0.1
+        lines = hosts.changes()
+    assert (lines, len(asked)) == (["a line"], 2)
+    assert (hosts.on_node("a"), hosts.on_node("b"), hosts.on_node("c")) == ([0], [1], [])
+    now += ASK_EVERY_S
+    done.append(f"question {len(asked)}")
+    assert hosts.changes() == []
+    assert (hosts.on_node("a"), hosts.on_node("b")) == ([0], [0, 1]), "the host has left, its node is not yet lost"
+    now += LEFT_S
+    assert (hosts.on_node("a"), hosts.on_node("b")) == ([], [0, 1])
