@@ -164,7 +164,8 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
         {"files": {name: WrittenFile}, "experts": {name: keys}}, for the manifest.
 
     Raises:
-        RunError: a host could not write, or the generation ended meanwhile.
+        StateLost: the generation ended meanwhile.
+        RunError: a host could not write, or not in time.
     """
     store, ends = open_store(folder), time.monotonic() + WRITE_S
     missing, files, keys = set(range(hosts)), {}, {}
@@ -180,11 +181,12 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
             keys[described["name"]] = described["experts"]
             store.delete(name)
             missing.discard(host)
-        reason = lost()
+        # a host that died takes its part with it, and the run goes back to the checkpoint before
+        if missing and (reason := lost()) is not None:
+            raise StateLost(f"the checkpoint in {folder} was given up: {reason}")
         if missing and time.monotonic() > ends:
-            reason = f"expert hosts {sorted(missing)} wrote nothing within {WRITE_S:g} s"
-        if missing and reason is not None:
-            raise RunError(f"the checkpoint in {folder} was given up: {reason}")
+            why = f"expert hosts {sorted(missing)} wrote nothing within {WRITE_S:g} s"
+            raise RunError(f"the checkpoint in {folder} was given up: {why}")
         if missing:
             WORK.add()  # the wait has limits of its own: a host that does not respond, and `WRITE_S`
             time.sleep(POLL_S)

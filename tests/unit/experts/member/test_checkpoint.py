@@ -16,6 +16,7 @@ from experts.member.checkpoint import ExpertFiles, await_files, snapshot
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
 from raytrain.config.sections import OptimConfig
+from raytrain.errors import RunError, StateLost
 from raytrain.runs.folder import RunFolder
 
 EXPERTS = 23
@@ -78,6 +79,18 @@ def test_a_checkpoint_has_the_experts_of_its_step_although_training_goes_on(tmp_
         step(shard)  # what it had is replaced
         ExpertFiles(run.path, host=host).load(shard, folder)
     assert_same(state(*read), before)
+
+
+def test_a_checkpoint_whose_host_died_is_lost_state_and_one_that_takes_too_long_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first the run goes back to the checkpoint before; the second would repeat itself."""
+    with pytest.raises(StateLost, match="step_4 was given up: expert host 1 died"):
+        await_files(str(tmp_path / "step_4"), 2, lost=lambda: "expert host 1 died")
+    monkeypatch.setattr(module, "WRITE_S", -1.0)
+    with pytest.raises(RunError, match=r"step_4 was given up: expert hosts \[0, 1\] wrote nothing") as raised:
+        await_files(str(tmp_path / "step_4"), 2, lost=lambda: None)
+    assert not isinstance(raised.value, StateLost)
 
 
 def test_a_write_begins_once_the_one_before_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
