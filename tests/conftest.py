@@ -27,8 +27,8 @@ from typing import Any
 # with one thread the unit tests take three quarters of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Jobs under test compute with as many threads as there are cores. OpenMP's threads wait for one another by spinning,
-# and a thread whose partner has no core, because another test has it, spins for milliseconds at the end of each
-# operation: a step of a small model then takes 30 times as long, and a third of the CPU time of all tests goes there.
+# and a thread whose partner has no core, because another test has it, can spin for milliseconds at the end of each
+# operation: steps of a small model then took up to 30 times as long, and a short job 40 seconds of CPU instead of 26.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
