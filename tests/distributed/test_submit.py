@@ -284,7 +284,7 @@ def test_a_job_of_another_program_is_stopped_by_ray_without_waiting_for_a_save(c
     assert (state["status"], state["exit_code"], state["verb"]) == ("STOPPED", 130, ""), state
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_a_job_gets_the_versions_of_here_installed(
     cluster: Cluster, write_job: Callable[..., Path], tmp_path: Path
 ) -> None:
