@@ -55,6 +55,7 @@ ALWAYS = ("unit", "gpu", "test_features.py", "test_packaging.py", "test_referenc
 """Folders and files in tests/ that every `pytest` runs, but for tests with the mark `long`; of the others it runs those
 with the mark `daily`."""
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `pytest` leaves out to be short runs with `--all` and `--rest`, and where the command names it."""
     group = parser.getgroup("which tests")
