@@ -57,7 +57,6 @@ class LayerShape(JsonRecord):
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return len(self.hidden_E)
 
     @property
@@ -177,7 +176,6 @@ class LifecycleConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether experts come and go."""
         return self.max_experts is not None
 
 
@@ -243,7 +241,6 @@ class ExpertsConfig(Section):
 
     @property
     def least_living(self) -> int:
-        """Fewest living experts of a layer."""
         return self.lifecycle.min_experts or self.top_k
 
     @property

@@ -331,7 +331,6 @@ class RoutingTrace:
             del self._kept[min(self._kept)]
 
     def forget(self) -> None:
-        """Forget the choices since the last step."""
         for router in self.routers:
             router.seen = None
 
@@ -427,12 +426,10 @@ class LoadTracker:
         self.window, self.used = window, used
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
         steps = torch.tensor([self.step, self.window_steps], dtype=torch.int64)
         return {"steps": steps, "window": self.window, "used": self.used}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_dict`."""
         self.step, self.window_steps = (int(number) for number in state["steps"])
         self.window, self.used = state["window"].clone(), state["used"].clone()
 
@@ -484,7 +481,6 @@ class LayerRoutes:
 
     @classmethod
     def of(cls, placement: Placement, layer: int) -> LayerRoutes:
-        """The routes of `layer`."""
         placed = placement.layers[layer]
         slots, homes = [], []
         for host in range(placement.num_hosts):

@@ -183,7 +183,6 @@ def check_moe_mlp(
 
 
 def layer_parameters(width: int, experts: ExpertsConfig) -> int:
-    """Parameters of one MoELayer, router included."""
     number = check_experts(experts) * width + sum(expert_sizes(width, experts))
     if experts.shared_expert:
         shapes = _shapes(width, shared_width(experts, width), experts).values()

@@ -372,7 +372,6 @@ class JointGroup:
 
     @property
     def groups(self) -> list[Any]:
-        """The process groups of this member."""
         return [self._control, *self._payload.values()]
 
     def headers(self, rows: Tensor | None, size: int, *, dropped: Set[int] = frozenset()) -> list[list[int]]:

@@ -89,11 +89,9 @@ class CheckReport:
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed."""
         return any(result.status == "fail" for _, result in self.results)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole record as plain values."""
         return {
             "status": "failed" if self.failed else "ok",
             "checks": [{"node": node, **result.to_json()} for node, result in self.results],
@@ -199,7 +197,6 @@ class _Checking:
         self._save_dir, self._inventory = absolute_path(spec.save.dir), inventory_from_ray()
 
     def add(self, *results: CheckResult, node: str = "") -> None:
-        """Record results, and show them."""
         several, console = len(self.report.nodes) > 1, self._console
         for result in results:
             self.report.results.append((node, result))
@@ -321,7 +318,6 @@ class _Checking:
                 open_store(self._save_dir).delete_tree(name)
 
     def _formats(self) -> list[str]:
-        """The formats that every device computes in."""
         devices = [one for found in self.report.rates.values() for one in found]
         return [name for name in ("fp32", "tf32", "bf16", "fp16") if all(name in one.flops for one in devices)]
 
@@ -342,7 +338,6 @@ def _token(save_dir: str, token: str) -> Iterator[str]:
 
 
 def _answers(tasks: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The results of `on_each_node`."""
     import ray
     import ray.exceptions
 

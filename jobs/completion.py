@@ -29,7 +29,6 @@ def complete_job(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Sections and keys."""
     from jobs.job.keys import job_rows
 
     rows = [row.key for row in job_rows()]
@@ -37,7 +36,6 @@ def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The names of recipes."""
     from jobs.job.spec import recipe_names
 
     return _items(recipe_names(), incomplete)

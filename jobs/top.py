@@ -71,7 +71,6 @@ class ClusterSampler:
         self._actors: dict[str, tuple[str, Any]] = {}
 
     def sample(self) -> list[Row]:
-        """As `Sample`."""
         import ray
         import ray.exceptions
 
@@ -117,7 +116,6 @@ def frame(rows: Sequence[Row]) -> Group:
 
 
 def frame_text(rows: Sequence[Row], *, width: int) -> str:
-    """`frame` as plain text."""
     console = Console(width=width, color_system=None, force_terminal=False, highlight=False)
     with console.capture() as capture:
         console.print(frame(rows))

@@ -110,8 +110,6 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Platform:
-    """The accelerator platform of this torch build."""
-
     name: str  # "cuda", "rocm" or "cpu"
     version: str  # of CUDA or HIP
     collectives: str  # the library that torch calls `nccl`

@@ -29,7 +29,7 @@ LAYERS = {
         "autotune", "infer", "report", "execution",
     ],
     "experts": [
-        "config", "transport", "placement", "sizes", "router", "grouped", "expert_state", "lifecycle", "member",
+        "config", "transport", "placement", "sizes", "router", "grouped", "lifecycle", "member",
         "exchange", "layer", "hosts", "distribute", "models", "huggingface",
     ],
 }  # fmt: skip

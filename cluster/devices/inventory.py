@@ -178,7 +178,6 @@ class Inventory:
 
 
 def inventory_from_json(record: Mapping[str, Any]) -> Inventory:
-    """The inventory that `Inventory.to_json` wrote."""
     nodes = []
     for row in record["nodes"]:
         devices = (Device(**{**one, "capability": one["capability"] and tuple(one["capability"])})

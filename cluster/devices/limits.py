@@ -123,7 +123,6 @@ def _cgroup_folders(root: Path, *, controller: str) -> list[Path]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
     rows = (line.split() for line in text_of(root / "proc/meminfo").splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
 

@@ -184,7 +184,6 @@ class NvmlReader:
         nvml.nvmlInit()
 
     def sample(self, pids: Collection[int]) -> list[DeviceSample]:
-        """The GPUs now."""
         return [self._read(device, set(pids)) for device in self._devices]
 
     def _read(self, device: Device, pids: set[int]) -> DeviceSample:
@@ -256,7 +255,6 @@ class AmdReader:
         self._cards = [card for card in cards if (card / "mem_info_vram_total").exists()]
 
     def sample(self, pids: Collection[int]) -> list[DeviceSample]:
-        """The GPUs now."""
         return [self._read(device) for device in self._devices]
 
     def _card(self, device: Device) -> Path | None:

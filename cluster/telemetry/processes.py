@@ -126,7 +126,6 @@ class RunProcesses:
         self._before: dict[int, tuple[float, float]] = {}
 
     def sample(self) -> list[ProcessSample]:
-        """The processes, by process id."""
         pids, waiting = set[int](), self._roots()
         while waiting:
             pid = waiting.pop()

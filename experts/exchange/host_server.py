@@ -53,7 +53,6 @@ class ExpertSetup:
     table: ExpertTable | None = None
 
     def encode(self) -> bytes:
-        """As JSON."""
         row = {
             "shapes": [shape.to_json() for shape in self.shapes],
             "optim": self.optim.model_dump(mode="json"),
@@ -68,7 +67,6 @@ class ExpertSetup:
 
     @classmethod
     def decode(cls, data: bytes) -> ExpertSetup:
-        """The inverse of `encode`."""
         row = json.loads(data)
         shapes = [LayerShape.from_json(shape) for shape in row["shapes"]]
         dtype, process = getattr(torch, row["dtype"]), row["process"]

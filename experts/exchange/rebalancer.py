@@ -105,11 +105,9 @@ class LoadInterval:
 
     @classmethod
     def empty(cls, costs: Costs, hosts: int) -> LoadInterval:
-        """An interval that starts now."""
         return cls([[0.0] * len(row) for row in costs], [0.0] * hosts, began=time.perf_counter())
 
     def add(self, result: VoteResult) -> None:
-        """Add one step."""
         counts, begin = result.counts.tolist(), 0
         for row in self.load:
             for expert in range(len(row)):

@@ -74,7 +74,6 @@ class GenerationSpec:
     through_host: bool = False
 
     def title_of(self, rank: int) -> str:
-        """Name of a member in messages."""
         return f"worker {rank}" if rank < self.workers else f"expert host {rank - self.workers}"
 
 
@@ -290,7 +289,6 @@ class HostConnection:
         ray.kill(self.directory)
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Any, Membership]:
-        """See `Connection`."""
         import ray.train
 
         context = ray.train.get_context()

@@ -58,11 +58,9 @@ class HostPlace:
 
     @property
     def kind(self) -> str:
-        """See `experts.exchange.rebalancer.kind_of`."""
         return str((self.about or {}).get("kind", ""))
 
     def spec(self, rank: int, speed: float) -> HostSpec:
-        """The host as a holder of experts."""
         about = self.about or {}
         memory = about.get("memory_bytes")
         room = None if memory is None else int(min(MEMORY_SHARE, about.get("memory_share", 1.0)) * memory)

@@ -60,7 +60,6 @@ class Request:
 
     @property
     def needs(self) -> list[Need]:
-        """The same, for `raytrain.plan.room`."""
         of = (("experts.hosts", "expert host", self.hosts), ("scale.workers", "worker", self.workers))
         alike = ((key, who, Counter(tuple(one.items()) for one in bundles)) for key, who, bundles in of)
         return [Need(key, who, many, dict(one)) for key, who, found in alike for one, many in found.items()]
@@ -73,7 +72,6 @@ class ReservationTurn:
         self._holder = holder
 
     def holder(self) -> str:
-        """The run that reserves."""
         return self._holder
 
 
@@ -125,7 +123,6 @@ class Reservation:
             ray.kill(turn)
 
     def close(self) -> None:
-        """Give the places back."""
         self.end_turn()
         remove_placement_group(self.group)
 
@@ -190,7 +187,6 @@ class HostsOfRun:
         return self._reservation is not None
 
     def workers_started(self) -> None:
-        """The workers have their places."""
         if self._reservation is not None:
             self._reservation.end_turn()
 
@@ -333,7 +329,6 @@ class ReplicaConnection:
     _directory: Any = field(default=None, init=False)
 
     def close(self) -> None:
-        """End the directory and the hosts that it owns."""
         if self._directory is not None:
             ray.kill(self._directory)
             self._directory = None

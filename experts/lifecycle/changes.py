@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.config import Key
-from experts.expert_state import Optimizers, State, load_row, load_state, row_of, state_of
-from experts.grouped import GroupedExperts
+from experts.grouped import GroupedExperts, Optimizers, State, load_row, load_state, row_of, state_of
 from experts.lifecycle.table import Change, ExpertTable
 from experts.router import TopKRouter
 
@@ -49,7 +48,6 @@ def merged(survivor: State, gone: State, *, share: float) -> dict[str, Tensor]:
 
 
 def emptied(state: State) -> dict[str, Tensor]:
-    """The state of an empty slot."""
     return {name: torch.zeros_like(value) if value.ndim else value.clone() for name, value in state.items()}
 
 

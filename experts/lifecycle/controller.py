@@ -232,7 +232,6 @@ class Lifecycle:
         return [self.table.ids_by_slot(layer) for layer in range(len(self.table.layers))]
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
         own = {
             "table": self.table.to_json(), "pending": [change.to_json() for change in self.pending],
             "first": self._first, "lowest": self._lowest, "threshold": self.threshold,
@@ -240,7 +239,6 @@ class Lifecycle:
         return {"json": json.dumps(own), "window": self.window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         own = json.loads(state["json"])
         self.table = ExpertTable.from_json(own["table"])
         self.pending = [Change.from_json(row) for row in own["pending"]]

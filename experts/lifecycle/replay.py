@@ -52,12 +52,10 @@ class Reservoir:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rows that are kept."""
         return self._kept * row_bytes(self._columns) if self._columns else 0
 
     @property
     def columns(self) -> list[str]:
-        """Names of the model's own tensors."""
         return [name for name in self._columns if name not in (UNCERTAINTY, STEP)]
 
     def add(self, rows: Mapping[str, Tensor], *, uncertainty: Tensor, step: int) -> None:
@@ -106,7 +104,6 @@ class Reservoir:
         return torch.from_numpy(np.argsort(-keys, kind="stable")[:rows].copy())
 
     def rows(self, positions: Tensor) -> dict[str, Tensor]:
-        """The model's tensors of these rows, copied."""
         return {name: self._columns[name][positions] for name in self.columns}
 
     def uncertainty(self, positions: Tensor | None = None) -> Tensor:
@@ -123,7 +120,6 @@ class Reservoir:
         self._columns[UNCERTAINTY][positions] = uncertainty.detach().to("cpu", torch.float32)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
         numbers = torch.tensor([self.seen, self.evicted, self._kept], dtype=torch.int64)
         return {"numbers": numbers, **{f"rows.{name}": c[: self._kept].clone() for name, c in self._columns.items()}}
 
@@ -175,7 +171,6 @@ def kept_at_most(limit: int, row_bytes: int) -> int:
 
 
 def row_bytes(columns: Mapping[str, Tensor]) -> int:
-    """Bytes of one row of these tensors."""
     return sum(column.element_size() * int(np.prod(column.shape[1:])) for column in columns.values())
 
 

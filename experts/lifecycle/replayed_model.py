@@ -51,7 +51,6 @@ class Recorder:
         self.micro_batch = self._largest = 0
 
     def __call__(self, module: nn.Module, batch: Batch, **given: Any) -> LossOutput:
-        """The loss, as without it."""
         if module.training and not self.asleep:
             takes = inspect.signature(module.forward).parameters  # a replay calls it with the columns by name
             every = any(one.kind is one.VAR_KEYWORD for one in takes.values())
@@ -130,11 +129,9 @@ class ReplayedModel:
 
     @property
     def routers(self) -> list[TopKRouter]:
-        """Of the layers."""
         return self.living.loads.routers
 
     def apply(self, change: Change) -> None:
-        """Carry out a change."""
         optimizers, table = self.training.optimizers, self.living.table
         self.living.clear(change, table)
         change_experts(self.living.slot, optimizers, [change], table, step=self.step)
@@ -180,7 +177,6 @@ class ReplayedModel:
         return torch.cat(found)
 
     def loss(self, batch: Batch) -> float:
-        """The mean of `losses`."""
         return float(self.losses(batch).double().mean())
 
     def replay(self, batch: Batch, teacher: Tensor | None, *, lr: float, size: int) -> int:
@@ -284,6 +280,5 @@ class ReplayedModel:
 
 
 def batches(batch: Batch, size: int) -> Iterator[Batch]:
-    """The rows in pieces of at most `size`."""
     for start in range(0, rows(batch), size):
         yield {name: value[start : start + size] for name, value in batch.items()}

@@ -481,7 +481,6 @@ class SleepCycle:
     # -- checkpoint ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {
             "reservoir": self.reservoir.state_dict(),
             "graph": self.graph.to_json(),
@@ -491,7 +490,6 @@ class SleepCycle:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         self.reservoir.load_state_dict(state["reservoir"])
         self.graph = ExpertGraph.from_json(state["graph"])
         self.cycles, self.next_step, self.births_before, self._before, self._first = state["numbers"]

@@ -106,7 +106,6 @@ class ExpertTable(JsonRecord):
         raise KeyError(f"layer {layer} has no living expert {expert}, only {self.ids(layer)}")
 
     def slot(self, layer: int, expert: int) -> int:
-        """The slot of an expert."""
         return self.row(layer, expert).slot
 
     def ids(self, layer: int) -> list[int]:

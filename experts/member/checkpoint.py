@@ -57,7 +57,6 @@ class ExpertFiles:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the write in progress."""
         if self._thread is not None:
             self._thread.join()
 

@@ -45,7 +45,6 @@ class VoteLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[LayerShape], *, holders: int, lifecycle: bool = False) -> VoteLayout:
-        """The layout for the layers of a model."""
         extra = extra_counts(len(shapes)) if lifecycle else 0
         return cls(tuple(shape.num_experts for shape in shapes), holders, extra)
 
@@ -56,7 +55,6 @@ class VoteLayout:
 
     @property
     def squares(self) -> slice:
-        """One slot for each expert of each layer."""
         return slice(self.counts.stop, self.counts.stop + sum(self.experts))
 
     @property
@@ -66,7 +64,6 @@ class VoteLayout:
 
     @property
     def shortages(self) -> slice:
-        """One number for each holder, see `shortages_of`."""
         return slice(self.spent.stop, self.spent.stop + self.holders)
 
     def empty(self, step: int) -> Tensor:
@@ -168,7 +165,6 @@ def sum_shortages(group: JointGroup, shard: ExpertShard | None) -> list[float]:
 
 
 def name_holder(holder: int, *, colocated: bool) -> str:
-    """A holder of experts, in messages."""
     return f"{'the experts of rank' if colocated else 'expert host'} {holder}"
 
 

@@ -103,7 +103,6 @@ def split_weights(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def _flatten(weights: Mapping[str, Tensor]) -> Tensor:
-    """The weights of one expert as one CPU vector."""
     return torch.cat([weight.reshape(-1).cpu() for weight in weights.values()])
 
 
@@ -241,7 +240,6 @@ class Migration:
         return states
 
     def _receive(self) -> tuple[dict[Key, dict[str, Tensor]], str]:
-        """As `finish`."""
         states: dict[Key, dict[str, Tensor]] = {}
         refused = ""
         if self._pending is not None:

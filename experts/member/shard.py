@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.config import Key, LayerShape
-from experts.expert_state import load_state, state_of
-from experts.grouped import GroupedExperts, UnevenExperts, build_experts
+from experts.grouped import GroupedExperts, UnevenExperts, build_experts, load_state, state_of
 from experts.lifecycle.changes import scale_steps, scaled_experts
 from experts.lifecycle.table import ExpertTable
 from experts.placement.values import Placement
@@ -368,7 +367,6 @@ class ExpertShard:
     # -- state, by (layer, logical expert) ----------------------------------------------------------
 
     def homes(self) -> list[Key]:
-        """The experts at home here."""
         return [(n, expert) for n, shard in enumerate(self.layers) for expert in shard.experts[: shard.num_homes]]
 
     def held(self) -> list[Key]:
@@ -381,7 +379,6 @@ class ExpertShard:
         return stack.weights_of(place)
 
     def set_weights(self, key: Key, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights in."""
         for name, view in self.weights_of(key).items():
             view.copy_(weights[name])
 

@@ -89,7 +89,6 @@ class Packing:
         return self.memory[host] >= size and host not in self.copies[expert]
 
     def add(self, expert: int, host: int) -> None:
-        """Place one more copy."""
         self.memory[host] -= self.task.replica[expert] if self.copies[expert] else self.task.home[expert]
         self.copies[expert].append(host)
 
@@ -422,7 +421,6 @@ def worked(load: Sequence[float], costs: Sequence[ExpertCost]) -> list[float]:
 
 
 def used_bytes(task: LayerProblem, copies: Copies) -> list[int]:
-    """Bytes of a layer's copies on each host."""
     used = [0] * len(task.speeds)
     for expert, hosts in enumerate(copies):
         for position, host in enumerate(hosts):

@@ -218,7 +218,6 @@ class PlacementRules:
 
     @classmethod
     def of(cls, config: ExpertsConfig) -> PlacementRules:
-        """Read them from the section."""
         living = (config.num_experts or DEFAULT_EXPERTS) if config.lifecycle.enabled else None
         return cls(config.placement, config.replicas, config.rebalance_every, living=living)
 

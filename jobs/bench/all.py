@@ -32,7 +32,6 @@ class AllOptions(BenchOptions):
 
 
 def run(options: AllOptions, found: BenchMeasurement) -> None:
-    """Run the benches and collect their claims; see `AllOptions`."""
     for name in options.only:
         if name not in BENCHES or name in APART:
             known = ", ".join(name for name in BENCHES if name not in APART)

@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from cluster.config import Count, Text
-from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
 from jobs.bench.harness.options import BenchOptions, key
-from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
+from jobs.bench.harness.sessions import SessionArm, draw_rows, job_of, perceptron_model, restored_threads, timed
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.reporter import SilentReporter
@@ -33,8 +32,6 @@ KINDS = ("asynchronous", "synchronous")
 
 
 class CheckpointOptions(BenchOptions):
-    """Options of bench `checkpoint`."""
-
     millions: list[float] = key([1.0, 10.0, 50.0], "millions of parameters, with AdamW state", quick=[0.05])
     batch: Count = key(64, "rows of a step", quick=4)
     steps: Count = key(5, "steps of one block after its checkpoint", quick=2)
@@ -42,7 +39,6 @@ class CheckpointOptions(BenchOptions):
 
 
 def run(options: CheckpointOptions, found: BenchMeasurement) -> None:
-    """Measure every model size; see `CheckpointOptions`."""
     found.block = "seconds that one checkpoint stops the loop"
     found.values["models"] = {}
     with restored_threads(), tempfile.TemporaryDirectory(prefix="rtb-", dir=options.dir) as folder:

@@ -26,8 +26,6 @@ MEASURES: dict[Part, Any] = {
 
 
 class ClaimsOptions(TextOptions):
-    """Options of bench `claims`."""
-
     parts: list[Part] = key(list(MEASURES), "what to measure")
     blocks: Count = key(15, "repetitions that are kept; each runs one block of every arm", quick=3)
     repeats: Count = key(3, "the same where a block is a process, or whole epochs", quick=1)
@@ -54,7 +52,6 @@ class ClaimsOptions(TextOptions):
 
 
 def run(options: ClaimsOptions, found: BenchMeasurement) -> None:
-    """Measure the parts; see `ClaimsOptions`."""
     if options.rows % options.accumulation:
         raise InputError("rows", got=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
     found.block = "seconds of a step, a pass or a block, by part"

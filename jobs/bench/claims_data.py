@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series, median_interval
-from jobs.bench.harness.sessions import DEVICE, SessionArm, synchronize, timed
+from jobs.bench.harness.sessions import DEVICE, SessionArm, draw_rows, job_of, perceptron_model, synchronize, timed
 from raytrain.data.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.residency import pin, to_device

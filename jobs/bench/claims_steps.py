@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cluster.devices.inventory import local_inventory, missing_for_compile
-from jobs.bench.harness.inputs import draw_bytes, draw_rows, gpt_model, job_of, perceptron_model
 from jobs.bench.harness.measuring import (
     BenchMeasurement,
     Goal,
@@ -20,7 +19,17 @@ from jobs.bench.harness.measuring import (
     median_interval,
 )
 from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
-from jobs.bench.harness.sessions import DEVICE, SessionArm, alternate_steps, saved_for_backward
+from jobs.bench.harness.sessions import (
+    DEVICE,
+    SessionArm,
+    alternate_steps,
+    draw_bytes,
+    draw_rows,
+    gpt_model,
+    job_of,
+    perceptron_model,
+    saved_for_backward,
+)  # fmt: skip
 from raytrain.train.memory.device import memory_in_use
 
 MAX_STEPS = 100_000

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from cluster.config import Count, NonNegative, Positive
 from experts.lifecycle.replay import Reservoir
-from jobs.bench.harness.inputs import job_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, median_interval
 from jobs.bench.harness.options import BenchOptions, key
-from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.harness.sessions import SessionArm, job_of
 from raytrain.errors import InputError
 from raytrain.train.session import Session
 from raytrain.trainable import Batch, LossOutput, in_eval
@@ -37,8 +36,6 @@ MODEL = {"builder": "experts.models:moe_mlp", "width": 64, "layers": 2, "num_cla
 
 
 class ContinualOptions(BenchOptions):
-    """Options of bench `continual`."""
-
     blocks: Count = key(3, "seeds; each trains every arm on the same tasks", quick=1)
     threads: Count | Literal["auto"] = key(1, "threads of one process; products this small gain none")
     suites: list[Suite] = key(["permuted", "split", "rotating"], "kinds of tasks")
@@ -332,7 +329,6 @@ def take_over(session: Session, parts: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def accuracy(session: Session, rows: Batch) -> float:
-    """The share of rows whose class the model finds."""
     module = session.trainable.module
     with in_eval(module):
         outputs, _ = module(rows["x"])

@@ -54,8 +54,6 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 class ExpertsOptions(BenchOptions):
-    """Options of bench `experts`."""
-
     threads: Count | Literal["auto"] = key(2, "threads of the single process; workers and hosts have one")
     tokens: Count = key(2048, "tokens of a pass, over all workers", quick=64)
     width: Count = key(512, "of a token; the experts' hidden width is four times that", quick=16)
@@ -87,7 +85,6 @@ ALONE, REMOTE, COLOCATED = ExpertsLayout(0), ExpertsLayout(1, 2), ExpertsLayout(
 
 
 def run(options: ExpertsOptions, found: BenchMeasurement) -> None:
-    """Measure the exchange by layout; see `ExpertsOptions`."""
     layouts = [ALONE, *_layouts(options)]
     found.block = "seconds of one forward and backward pass"
     found.values["exchange"] = {}

@@ -49,8 +49,6 @@ Answering = Callable[[list[list[int]]], list[list[int]]]
 
 
 class InferOptions(GptOptions):
-    """Options of bench `infer`."""
-
     parts: list[Part] = key(["batches", "stages"], "what to measure", quick=["batches"])
     threads: Count | Literal["auto"] = key(1, "threads of the process that generates")
     blocks: Count = key(15, "repetitions of generation that are kept; each runs one block of every arm", quick=2)
@@ -66,7 +64,6 @@ class InferOptions(GptOptions):
 
 
 def run(options: InferOptions, found: BenchMeasurement) -> None:
-    """Measure; see `InferOptions`."""
     found.block = "CPU seconds of a token, for stages seconds of all batches"
     if "batches" in options.parts:
         with restored_threads(options.thread_count):

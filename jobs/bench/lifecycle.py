@@ -14,11 +14,10 @@ from typing import Any
 from cluster.config import Count
 from experts.lifecycle.policy import merge
 from experts.lifecycle.table import Change, ExpertTable
-from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series
 from jobs.bench.harness.options import key
 from jobs.bench.harness.processes import Arms
-from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads
+from jobs.bench.harness.sessions import SessionArm, alternate_steps, restored_threads, write_text
 from jobs.bench.moves import AROUND, ExpertsTrainer, MoeOptions, moe_job, over_around, run_member, start_trainer
 
 IDLE_GOAL = Goal(at_most=1.01)
@@ -28,8 +27,6 @@ KINDS = {"expert_born": "birth", "expert_merged": "merge", "expert_pruned": "pru
 
 
 class LifecycleOptions(MoeOptions):
-    """Options of bench `lifecycle`."""
-
     blocks: Count = key(30, "repetitions; each runs one block of both arms", quick=3)
     block_steps: Count = key(10, "steps of one block", quick=4)
     steps: Count = key(300, "steps of the run with changes on two hosts", quick=60)
@@ -37,7 +34,6 @@ class LifecycleOptions(MoeOptions):
 
 
 def run(options: LifecycleOptions, found: BenchMeasurement) -> None:
-    """Measure; see `LifecycleOptions`."""
     found.block = f"seconds per step, the mean of {options.block_steps}"
     with Arms() as arms, restored_threads(1):
         number = max(options.steps, (2 + options.blocks) * options.block_steps)

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from cluster.config import Count
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
 from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import ArmProcesses, Arms, connect, receive, serve_blocks
-from jobs.bench.harness.sessions import PlainLoop
+from jobs.bench.harness.sessions import PlainLoop, gpt_model, job_of, write_text
 from raytrain.data.sources.text import text_source
 from raytrain.errors import InputError
 from raytrain.models.gpt import gpt
@@ -55,13 +54,10 @@ class StepOptions(TextOptions):
 
 
 class LoopOptions(StepOptions):
-    """Options of bench `loop`."""
-
     workers: list[Count] = key([1, 2], "world sizes, one after the other")
 
 
 def run(options: LoopOptions, found: BenchMeasurement) -> None:
-    """Measure each world size; see `LoopOptions`."""
     check_blocks(options, workers=options.workers)
     found.block = f"seconds per step, the mean of {options.block_steps} steps"
     for world_size in options.workers:

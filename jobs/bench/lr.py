@@ -57,7 +57,6 @@ class Advice:
 
 
 def run(options: LrOptions, found: BenchMeasurement) -> None:
-    """Train on the ramp; see `LrOptions`."""
     if options.lowest >= options.highest:
         raise InputError("lowest", got=str(options.lowest), expected=f"below highest, {options.highest}")
     found.block = "one step of the ramp"

@@ -21,11 +21,10 @@ from cluster.config import Count
 from experts.member.shard import ExpertShard
 from experts.router import TopKRouter
 from jobs.bench.experts import FileConnection, group_settings, serve_host
-from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, alternate, equal_series
 from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import ArmProcesses, Arms, serve_blocks
-from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.harness.sessions import SessionArm, gpt_model, job_of, write_text
 from raytrain.train.memory.device import keep_freed_memory
 
 #: Seconds per step of round-robin over those of moving experts.
@@ -47,8 +46,6 @@ class MoeOptions(TextOptions):
 
 
 class MovesOptions(MoeOptions):
-    """Options of bench `moves`."""
-
     blocks: Count = key(15, "repetitions; each runs one block of both arms", quick=3)
     skew: float = key(0.4, "added to the score of the preferred expert; to the n-th, 1/n of it", ge=0)
     shift_steps: Count = key(60, "steps until other experts are preferred", quick=12)
@@ -57,7 +54,6 @@ class MovesOptions(MoeOptions):
 
 
 def run(options: MovesOptions, found: BenchMeasurement) -> None:
-    """Measure; see `MovesOptions`."""
     found.block = f"seconds per step, the mean of {options.block_steps}"
     reports: dict[str, list[dict[str, Any]]] = {ROUND_ROBIN: [], MOVING: []}
     with Arms() as started:

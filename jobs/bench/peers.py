@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from cluster.environment import package_version
-from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, equal_series, median_interval
 from jobs.bench.harness.processes import Arms
-from jobs.bench.harness.sessions import PlainLoop
+from jobs.bench.harness.sessions import PlainLoop, write_text
 from jobs.bench.loop import (
     LOG_EVERY,
     BlockObserver,
@@ -43,7 +42,6 @@ PEERS = ("lightning", "accelerate")
 
 
 def run(options: StepOptions, found: BenchMeasurement) -> None:
-    """Measure the peers that are installed; see `StepOptions`."""
     check_blocks(options, workers=[1])
     found.block = f"seconds per step, the mean of {options.block_steps}"
     installed = [peer for peer in PEERS if importlib.util.find_spec(peer) is not None]

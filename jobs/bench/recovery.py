@@ -37,8 +37,6 @@ TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 
 
 class RecoveryOptions(BenchOptions):
-    """Options of bench `recovery`."""
-
     blocks: Count = key(5, "deaths of each kind", quick=1)
     hosts: Count = key(2, "expert hosts")
     layers: Count = key(4, "of the GPT", quick=1)
@@ -48,7 +46,6 @@ class RecoveryOptions(BenchOptions):
 
 
 def run(options: RecoveryOptions, found: BenchMeasurement) -> None:
-    """Measure; see `RecoveryOptions`."""
     found.block = "seconds from the kill to the next committed step"
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
         command = RecoveryCommand(options, Path(folder))

@@ -19,10 +19,10 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from cluster.config import Count
-from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, alternate, equal_series
 from jobs.bench.harness.options import key
 from jobs.bench.harness.processes import Arms
+from jobs.bench.harness.sessions import write_text
 from jobs.bench.loop import StepOptions, TrainingBlocks, check_blocks, loop_job, start_run
 from jobs.driver.runtime import connected
 from raytrain.config.sections import InferConfig, ModelConfig
@@ -45,8 +45,6 @@ VOCABULARY = 256  # bytes
 
 
 class ScalingOptions(StepOptions):
-    """Options of bench `scaling`."""
-
     parts: list[Part] = key(["training", "inference"], "what to measure")
     threads: Count | Literal["auto"] = key(1, "threads of a worker")
     batch: Count = key(64, "rows of a step, over all workers")
@@ -60,7 +58,6 @@ class ScalingOptions(StepOptions):
 
 
 def run(options: ScalingOptions, found: BenchMeasurement) -> None:
-    """Measure; see `ScalingOptions`."""
     check_blocks(options, workers=[2])
     if 2 * options.samples % options.unit_rows:
         raise InputError("samples", got=str(options.samples), expected="whole units for two workers")

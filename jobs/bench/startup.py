@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from cluster.config import Count
-from jobs.bench.harness.inputs import gpt_model, job_of, write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal
 from jobs.bench.harness.options import TextOptions, key
 from jobs.bench.harness.processes import MEMBER, run_command
+from jobs.bench.harness.sessions import gpt_model, job_of, write_text
 from jobs.bench.startup_arms import NOTE
 from raytrain.config.decode import dump_yaml
 from raytrain.errors import RunError
@@ -34,15 +34,12 @@ OURS, BARE, SCRIPT, CHECK = "raytrain train", "TorchTrainer", "script without Ra
 
 
 class StartupOptions(TextOptions):
-    """Options of bench `startup`."""
-
     blocks: Count = key(5, "starts of each command that are kept", quick=1)
     dropped: int = key(1, "starts before those, which fill the page cache", quick=0, ge=0)
     workers: Count = key(1, "workers of each command; the script has one process")
 
 
 def run(options: StartupOptions, found: BenchMeasurement) -> None:
-    """Measure; see `StartupOptions`."""
     found.block = "seconds to the end of the first step"
     machines: list[float] = []
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:

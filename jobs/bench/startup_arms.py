@@ -16,24 +16,19 @@ NOTE = "RAYTRAIN_BENCH_FIRST_STEP"
 
 
 class FirstStep:
-    """An observer of our run."""
-
     def metrics(self, row: dict[str, Any]) -> None:
-        """Note when the first step is over."""
         note = Path(os.environ[NOTE])
         if row["kind"] == "train" and not note.exists():
             note.write_text(repr(time.time()))
 
 
 def train_script(settings: dict[str, Any], rank: int) -> None:
-    """Take one step in this process, without Ray."""
     rows = settings["batch"] * settings["workers"]
     _step(settings, prepared=lambda model: model, ids_of=lambda text: text[:rows])
     Path(settings["note"]).write_text(repr(time.time()))
 
 
 def train_with_ray(settings: dict[str, Any], rank: int) -> None:
-    """Train with a bare `TorchTrainer`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

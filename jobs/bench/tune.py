@@ -22,10 +22,9 @@ import torch
 
 from cluster.config import Count
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.inputs import gpt_model, job_of
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, matrix_units
 from jobs.bench.harness.options import BenchOptions, key
-from jobs.bench.harness.sessions import SessionArm, restored_threads, timed
+from jobs.bench.harness.sessions import SessionArm, gpt_model, job_of, restored_threads, timed
 from jobs.driver.local_session import session_of
 from raytrain.autotune.batch_search import PASSES, BatchDecision, SearchResults, decide, next_proposals
 from raytrain.autotune.measurement import WORTHWHILE_GAIN, Candidate, Measurement
@@ -42,8 +41,6 @@ OF_THE_BEST, OF_THE_GRIDS_TIME = Goal(at_least=0.95), Goal(at_most=0.25)
 
 
 class TuneOptions(BenchOptions):
-    """Options of bench `tune`."""
-
     blocks: Count = key(15, "repetitions of the chosen point against the grid's best", quick=2)
     repeats: Count = key(3, "runs of the grid and of the search, in turn", quick=2)
     wide: Count = key(256, "width of one GPT of two layers", quick=32)

@@ -64,7 +64,6 @@ class Redaction:
         self._values = sorted(values, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """The text without secrets."""
         for value in self._values:
             for form in (value, json.dumps(value)[1:-1]):
                 text = text.replace(form, BLANK)
@@ -86,7 +85,6 @@ def _blanked(match: re.Match[str]) -> str:
 def write_bundle(
     file: Path, *, checked: Mapping[str, Any], line: str, loaded: LoadedSpec, run: RunFolder | None = None
 ) -> list[str]:  # fmt: skip
-    """Write the archive and return the names in it."""
     redaction = Redaction(os.environ)
     names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in redaction.names]
     environment = {**environment_record(), "variables": {name: os.environ[name] for name in names}}

@@ -45,8 +45,6 @@ WATCHED = 256 << 20
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What was measured on one device."""
-
     device: str  # "cpu" or "cuda:0"
     name: str
     flops: dict[str, float]  # number format -> FLOPs per second of the matrix products of training
@@ -112,7 +110,6 @@ def check_network(driver: tuple[str, int], interface: str | None) -> CheckResult
 
 
 def clock() -> float:
-    """Unix seconds on this node's clock."""
     return time.time()
 
 
@@ -170,7 +167,6 @@ def measure_node() -> list[DeviceRates]:
 
 
 def measure(device: Any) -> DeviceRates:
-    """The rates of one device."""
     import torch
 
     from cluster.devices.limits import cpu_description

@@ -316,7 +316,6 @@ def _collectives(workers: Any) -> dict[str, Any]:
 
 
 def small_jobs(inventory: Inventory, *, workers: int, formats: Sequence[str]) -> list[tuple[TrainJob, Any]]:
-    """A small training in each format, and its data."""
     from jobs.driver.local_session import worker_job
 
     on_gpu = bool(inventory.devices())
@@ -411,7 +410,6 @@ def check_copies(trained: Sequence[Mapping[str, Any]]) -> CheckResult:
 
 
 def _wrong(row: dict[str, Any]) -> str | None:
-    """What is wrong with a worker's training."""
     who = f"rank {row['rank']}"
     if row["steps"] != FIT_STEPS:
         return f"{who} took {counted(row['steps'], 'step')}"

@@ -29,7 +29,6 @@ RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_unif
 
 
 def opened(spec: JobSpec) -> Source:
-    """The job's data, opened on this machine."""
     spec = resolved(spec)
     return open_source(spec.data, context=spec.model.keys.get("context"))
 

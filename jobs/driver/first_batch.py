@@ -97,8 +97,6 @@ class Skipped(Exception):
 
 @dataclass
 class FirstBatch:
-    """What to run."""
-
     spec: JobSpec
     source: Source
     shapes: Mapping[str, Any]  # facts of the data for a builder

@@ -88,15 +88,12 @@ def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
 
 @dataclass(frozen=True)
 class ResumedFrom:
-    """What a resumed run takes over."""
-
     step: int | None  # of the newest complete checkpoint; None: there is none yet
     attempt: int  # number of the command's first attempt
     measured: Mapping[str, Any]  # choice -> the value that an earlier attempt measured, of those that still hold
 
     @property
     def text(self) -> str:
-        """Where the run continues."""
         if self.step is None:
             return f"from step 0, as there is no checkpoint yet; attempt {self.attempt}"
         return f"from step {self.step:,} (checkpoints/step_{self.step:08d}), attempt {self.attempt}"
@@ -170,7 +167,6 @@ def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def _start_rows(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The first lines."""
     value = {name: text for name, text, _ in plan.rows()}
     workers, threads = plan.value("workers", 0), value.get("threads")
     source = f"{plan.inventory['source']}: " if plan.inventory["source"].startswith("Ray ") else ""

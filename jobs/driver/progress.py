@@ -75,7 +75,6 @@ class Phases:
         self._name = name  # the first one began with the command
 
     def end(self) -> None:
-        """The last phase is over."""
         self.begin("")
 
     def line(self, account: Mapping[str, float]) -> str:

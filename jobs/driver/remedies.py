@@ -22,7 +22,7 @@ from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault, read_faults
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
-from raytrain.train.memory.micro_batch import halved
+from raytrain.train.memory.retry import halved
 
 #: In the reason of a run that memory ended, where no fault says so.
 RAN_OUT = re.compile(r"out ?of ?memory|not even a micro-batch", re.IGNORECASE)

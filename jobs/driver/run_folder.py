@@ -57,8 +57,6 @@ HASHED_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to resume."""
-
     run: RunFolder
     loaded: LoadedSpec
     changed: list[str]  # the dotted keys that differ from the run's own job
@@ -108,7 +106,6 @@ class Resumed:
 
 
 def newest_unfinished(loaded: LoadedSpec) -> Resumed | None:
-    """The newest unfinished run of this job."""
     found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
     return None if found is None else Resumed(found, loaded, [])
 
@@ -215,8 +212,6 @@ def changed_values(resumed: Resumed | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run folder that is ready for training."""
-
     run: RunFolder
     plan: Plan  # as written to plan.json
     attempt: int  # number of the command's first attempt

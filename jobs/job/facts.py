@@ -227,8 +227,6 @@ GIB = 1 << 30
 
 
 class GpuEntry(Section):
-    """GPUs of one type in a machine."""
-
     name: Text = Field(description="such as A100 or NVIDIA H100 80GB HBM3")
     memory_gib: Positive = Field(description="memory of one GPU")
     capability: Annotated[float, Field(ge=1, lt=100)] | None = Field(
@@ -238,8 +236,6 @@ class GpuEntry(Section):
 
 
 class NodeEntry(Section):
-    """One machine."""
-
     host: Text = Field(description="name of the machine, unique in the file")
     cpus: Count = Field(description="usable CPU cores")
     memory_gib: Positive = Field(description="main memory")
@@ -247,7 +243,6 @@ class NodeEntry(Section):
 
 
 def inventory_from_file(path: str | Path) -> Inventory:
-    """The machines that a nodes file lists."""
     origin = str(path)
     try:
         text = Path(typed_path(origin, key="--inventory")).read_text(encoding="utf-8")

@@ -65,7 +65,6 @@ def recipe_lines() -> list[str]:
 
 
 def read_recipe(name: str) -> str:
-    """Return the text of a packaged recipe."""
     if name not in recipe_names():
         known = recipe_names()
         raise InputError("recipe", got=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
@@ -214,8 +213,6 @@ class JobSpec(Section):
 
 @dataclass(frozen=True, eq=False)
 class LoadedSpec:
-    """A job and where it came from."""
-
     spec: JobSpec
     sources: dict[str, str]  # dotted key -> ``default``, ``recipe``, ``file``, ``python`` or ``command line``
     mapping: dict[str, Any]  # the given job with the overrides merged in; Python objects are kept

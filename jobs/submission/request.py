@@ -39,8 +39,6 @@ ID = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One verb to run on a cluster."""
-
     verb: str
     arguments: tuple[str, ...]  # as the cluster gets them
     spec: Any = None  # the job, if the verb has one, and if a resumed run can be seen from here
@@ -53,7 +51,6 @@ class JobRequest:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What is stored with the job on the server."""
         record = {"verb": self.verb, "name": None, "save_dir": self.save_dir, "stop_grace_s": None}
         if self.spec is not None:
             record |= {"name": self.spec.name, "stop_grace_s": self.spec.retry.stop_grace_s}
@@ -180,8 +177,6 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Package:
-    """The archive of a working directory."""
-
     path: Path
     names: frozenset[str]  # of the files in it
     large: dict[str, int]  # files left out because of their size, with their bytes

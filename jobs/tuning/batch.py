@@ -97,8 +97,6 @@ def _devices_of(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bo
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """What is searched, and for which run."""
-
     space: BatchSpace
     devices: TrialDevices
     alone_spec: JobSpec  # of a trial: one worker, experts in-process
@@ -166,8 +164,6 @@ def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
 
 
 class BatchCommand(TuneCommand):
-    """Searches batch size and precision."""
-
     checked: Checked
     search: BatchSearch
 

@@ -109,7 +109,6 @@ class BatchSearcher(StatelessSearcher):
 
 
 def result_text(measured: Measured, space: BatchSpace) -> str:
-    """What a trial has measured, for its line."""
     parts = []
     for one in measured:
         rows = space.rows(one.candidate.micro_batch_size)

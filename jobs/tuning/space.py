@@ -31,8 +31,6 @@ EARLY = {"none": "", "asha": "; ASHA stops trials early", "median": "; trials be
 
 
 class SpaceCommand(TuneCommand):
-    """Searches the keys of `tune.space`."""
-
     points: Points
     at_a_time: int
 

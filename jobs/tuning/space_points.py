@@ -154,8 +154,6 @@ def _parsed(name: str, value: Any) -> Values:
 
 @dataclass(frozen=True)
 class Point:
-    """One trial of a space."""
-
     number: int  # from 1, in the order of the space
     values: dict[str, Any]  # dotted key -> value of this trial
     overrides: tuple[str, ...]  # `section.key=value` for everything that it changes in the job
@@ -167,8 +165,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Points:
-    """All trials of a search."""
-
     trials: tuple[Point, ...]  # in the order of the space; with a searcher, as many examples as it may choose
     left_out: tuple[tuple[dict[str, Any], str], ...]  # the infeasible combinations with their reasons
     space: Space  # the values of each key

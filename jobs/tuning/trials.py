@@ -137,7 +137,6 @@ def outcome_of(error: BaseException) -> Literal["died", "out_of_memory", "error"
 
 
 def why(error: BaseException) -> str:
-    """An error of a trial in one line."""
     if outcome_of(error) == "out_of_memory":
         return "Ray killed its process because the machine was almost out of memory"
     if outcome_of(error) == "died":

@@ -258,8 +258,6 @@ class TableRow:
 
 @dataclass(frozen=True)
 class BatchDecision:
-    """The chosen point with its reasons."""
-
     candidate: Candidate
     precision: Resolved
     micro_batch_size: Resolved

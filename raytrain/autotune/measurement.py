@@ -30,8 +30,6 @@ Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search."""
-
     precision: str
     micro_batch_size: int
 

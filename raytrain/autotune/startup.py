@@ -80,7 +80,6 @@ class Calibration:
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker writes and prints for all."""
         return self.session.workers.rank == 0
 
     def is_open(self, name: str) -> bool:

@@ -169,7 +169,6 @@ def _opened(path: str, *, hashes: bool) -> Iterator[tuple[dict[str, Any], dict[s
 def _part(
     part: str, manifest: dict[str, Any], files: dict[str, str], stored: dict[str, Any], place: ShardPosition | None
 ) -> Any:
-    """The nested state of one part."""
     tensors = part_tensors(
         [files[name] for name in manifest["parts"][part]],
         tied=manifest["tied"].get(part, {}),

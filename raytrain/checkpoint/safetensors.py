@@ -33,8 +33,6 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """The entry of a file in the manifest."""
-
     bytes: int
     sha256: str
 
@@ -144,8 +142,6 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 class ShardPosition(NamedTuple):
-    """A worker's rank and the number of workers."""
-
     rank: int
     world_size: int
 

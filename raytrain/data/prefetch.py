@@ -57,8 +57,6 @@ class BatchRequest:
 
 
 class PendingBatch(Protocol[Result]):
-    """A batch in the making."""
-
     def result(self) -> Result:
         """Wait for the batch; raises the error that its making raised."""
         ...

@@ -169,7 +169,6 @@ class Collectives(BackendConfig):
 
     @property
     def framework(self) -> Any:
-        """The framework that Ray shows for the run."""
         return _torch_config().framework
 
 

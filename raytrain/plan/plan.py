@@ -125,7 +125,7 @@ class Plan:
             **{name: (Deferred if "how" in row else Resolved).from_json(row) for name, row in made.items()},
             warnings=list(record["warnings"]),
             model_facts=ModelFacts.from_json(model) if model else None,
-            data_facts=DataFacts(**data) if data else None,
+            data_facts=DataFacts.from_json(data) if data else None,
             inventory=dict(record["inventory"]),
             config=dict(record["config"]),
             sources=dict(record["sources"]),
@@ -134,8 +134,6 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What a plan is made from."""
-
     data: DataConfig
     optim: OptimConfig
     precision: PrecisionConfig

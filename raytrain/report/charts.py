@@ -46,12 +46,10 @@ class Mark:
 def panel(
     title: str, y_label: str, series: list[dict[str, Any]], *, x_label: str = "step", kind: str = "line", **more: Any
 ) -> dict[str, Any]:
-    """One panel of a plot spec."""
     return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": series, **more}
 
 
 def line(label: str, points: Sequence[tuple[Any, Any]], **more: Any) -> dict[str, Any]:
-    """One series of a panel."""
     return {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points], **more}
 
 

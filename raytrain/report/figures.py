@@ -26,8 +26,6 @@ SAME = 0.03
 
 @dataclass(frozen=True)
 class CompileGain:
-    """Compiled and eager steps of a run."""
-
     eager_s: float  # seconds of a step as it was written, measured at the start
     compiled_s: float  # median seconds of the run's steps after the first, without reading data
     compiler_s: float  # seconds spent in the compiler

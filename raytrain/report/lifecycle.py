@@ -87,7 +87,6 @@ def lives_spec(records: RunRecords) -> dict[str, Any] | None:
 
 
 def cycles_of(records: RunRecords) -> list[Row]:
-    """The records of the sleep cycles, in order."""
     return events_of(records, "sleep_cycle")
 
 

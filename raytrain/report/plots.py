@@ -156,7 +156,6 @@ def activations(spec: Mapping[str, Any]) -> Figure:
 
 
 def devices(spec: Mapping[str, Any]) -> Figure:
-    """Experts, bytes and load of each host."""
     names, hosts = spec["names"], len(spec["names"])
     total, busy = sum(spec["rows"]) or 1, sum(spec["busy_s"])
     shares = [100 * rows / total for rows in spec["rows"]] or [0.0] * hosts

@@ -310,7 +310,6 @@ def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
 
 
 def account_of_last(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
-    """The same of the last command alone."""
     commands = _commands(events)
     return account(commands[-1] if commands else [], now=now)
 

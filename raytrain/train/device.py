@@ -71,7 +71,6 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the state returned by `rng_state`."""
     torch.set_rng_state(state["torch"].to(torch.uint8))
     kept = state["numpy"]
     np.random.set_state(
@@ -106,7 +105,6 @@ def process_settings() -> dict[str, Any]:
 
 
 def apply_process_settings(settings: dict[str, Any]) -> None:
-    """Give this process the `process_settings` of another one."""
     if torch.are_deterministic_algorithms_enabled() != settings["deterministic"]:  # the call imports torch's compiler
         torch.use_deterministic_algorithms(settings["deterministic"])
     if settings["cublas_workspace"] is not None:

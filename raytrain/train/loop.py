@@ -23,8 +23,7 @@ from raytrain.runs.records import EvalRecord, StepRecord, spreads
 from raytrain.train.compile import Switches, forget_graphs
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import Shortage, release_cached, run_or_shortage
-from raytrain.train.memory.micro_batch import MicroBatchSize
-from raytrain.train.memory.retry import ShortageRetry
+from raytrain.train.memory.retry import MicroBatchSize, ShortageRetry
 from raytrain.train.parallel.buffers import BufferSync
 from raytrain.train.state import Clock, Fetching, LoopLimits, LoopOutcome, LoopState, NonFinite, Reporter, Saver
 from raytrain.train.step import StepOutput, TrainingStep

@@ -303,7 +303,6 @@ class Schedule:
         return self.final_fraction + 0.5 * (1.0 - self.final_fraction) * (1.0 + math.cos(math.pi * done))
 
     def at(self, step: int) -> float:
-        """The main learning rate at `step`."""
         return self.peak * self.factor(step)
 
     def apply(self, optimizers: list[torch.optim.Optimizer], step: int) -> float:

@@ -24,7 +24,7 @@ from raytrain.train.job import StepSettings, TrainJob, build_of, restore_remote,
 from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, memory_in_use, processes_sharing
-from raytrain.train.memory.micro_batch import MicroBatchSize
+from raytrain.train.memory.retry import MicroBatchSize
 from raytrain.train.module_checks import check_module
 from raytrain.train.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers

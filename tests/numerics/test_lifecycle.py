@@ -19,7 +19,7 @@ from lab import MOE, digest, make_session, token_rows, train
 from torch import Tensor
 
 from experts.config import ExpertsConfig, LifecycleConfig
-from experts.expert_state import state_of
+from experts.grouped import state_of
 from experts.layer import MoELayer
 from experts.lifecycle.changes import change_experts, change_router, newborn
 from experts.lifecycle.table import Change, ExpertTable, TableMismatch

@@ -69,8 +69,6 @@ class BenchOptions(Section):
 
 
 class GptOptions(BenchOptions):
-    """Options of a bench with a GPT."""
-
     layers: Count = key(4, "of the GPT", quick=1)
     heads: Count = key(4, "of the GPT", quick=2)
     width: Count = key(128, "of the GPT", quick=16)

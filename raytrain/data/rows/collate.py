@@ -180,8 +180,6 @@ def tensor_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class UsersCollate:
-    """The function of `data.collate`."""
-
     function: Callable[[list[Any]], Any]  # from a list of rows to a batch
     name: str  # for messages
 

@@ -23,13 +23,9 @@ HOLDOUT_SEED = 0
 class Order(Protocol):
     """The row indices of an epoch in their order: an array, or an object that computes slices on demand."""
 
-    def __len__(self) -> int:
-        """Rows of the epoch."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, span: slice, /) -> np.ndarray:
-        """The indices of these positions."""
-        ...
+    def __getitem__(self, span: slice, /) -> np.ndarray: ...
 
 
 class Split(ABC):

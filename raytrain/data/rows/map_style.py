@@ -226,7 +226,6 @@ class MaskedColumns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns, in the order of the items' keys."""
         if self._names is None:
             for split in self._splits if not self._lengths else ():
                 with generators_kept():

@@ -295,8 +295,6 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Shortage(JsonRecord):
-    """An out-of-memory error in one process."""
-
     who: str  # "rank 1", or "expert host 0"
     error: str  # type and first line of the exception
     allocated_bytes: int | None = None  # bytes allocated by the process when the error was caught; None if unknown

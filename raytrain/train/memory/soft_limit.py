@@ -91,8 +91,6 @@ def _names(session: Any) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class SoftLimitWarning:
-    """The warning."""
-
     text: str  # one sentence with the figures and what to change
     figures: dict[str, Any]  # its numbers, and the tensors
     tensors: Sequence[HeldTensor]
@@ -162,5 +160,4 @@ def watched_memory(
 
 
 def table(tensors: Sequence[HeldTensor]) -> str:
-    """The tensors as text, one a line."""
     return "".join(f"{one.describe()} on {one.device}\n" for one in tensors)

@@ -77,7 +77,6 @@ class Replicated:
         self._workers.broadcast([*module.parameters(), *module.buffers()])
 
     def for_step(self, loader: BatchLoader) -> ForStep:
-        """Arguments for `TrainingStep`."""
         return {}
 
     def watch(self, optimizers: Sequence[Any]) -> None:

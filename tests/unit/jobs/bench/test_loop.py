@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.options import options_of
 from jobs.bench.harness.processes import ADDRESS, ArmProcesses, Arms, connect
-from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.harness.sessions import SessionArm, write_text
 from jobs.bench.loop import BlockObserver, LoopOptions, gpt_loop, loop_job
 from raytrain.errors import RunError
 

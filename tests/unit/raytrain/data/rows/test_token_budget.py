@@ -17,8 +17,7 @@ from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.device import Shortage, StepDropped
-from raytrain.train.memory.micro_batch import MicroBatchSize
-from raytrain.train.memory.retry import ShortageRetry
+from raytrain.train.memory.retry import MicroBatchSize, ShortageRetry
 from raytrain.train.parallel.collectives import Workers
 
 LENGTHS = np.random.default_rng(5).integers(1, 65, size=300)

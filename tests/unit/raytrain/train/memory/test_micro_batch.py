@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain.train.memory.micro_batch import MicroBatchSize
+from raytrain.train.memory.retry import MicroBatchSize
 
 
 def clean(size: MicroBatchSize, steps: int) -> list[int]:
