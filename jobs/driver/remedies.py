@@ -16,13 +16,13 @@ from jobs.driver.planning import plan_job
 from jobs.job.facts import formula_facts, shapes_of_data
 from jobs.job.spec import JobSpec, load_spec, may_change_on_resume
 from raytrain.errors import InputError
+from raytrain.plan.batch import halved
 from raytrain.plan.choice import Resolved
 from raytrain.plan.memory import widest
 from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault, read_faults
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
-from raytrain.train.memory.retry import halved
 
 #: In the reason of a run that memory ended, where no fault says so.
 RAN_OUT = re.compile(r"out ?of ?memory|not even a micro-batch", re.IGNORECASE)

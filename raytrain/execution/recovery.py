@@ -19,11 +19,11 @@ from raytrain.config.sections import RetryConfig
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import CollectiveFailed, RunError, StateLost
 from raytrain.execution.reporter import Superseded
+from raytrain.plan.batch import halved
 from raytrain.runs.faults import CAUSES, Fault
 from raytrain.runs.folder import RunFolder, start_anew
 from raytrain.train.job import TrainJob, place_of
 from raytrain.train.memory.device import let_go
-from raytrain.train.memory.retry import halved
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision import HIGHER_PRECISION
 from raytrain.train.session import Session

@@ -382,3 +382,8 @@ def choose_loaders(
     spare = max(0, (cores[host] - 1) // counts[host])
     reason = f"{cores[host]} cores less one / {counted(counts[host], 'worker')} on {host}, at most {MOST_LOADERS}"
     return Resolved(min(MOST_LOADERS, spare), reason)
+
+
+def halved(size: int) -> int:
+    """Half a micro-batch, rounded up, so that twice as many of them cover a global batch."""
+    return (size + 1) // 2

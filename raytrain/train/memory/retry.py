@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raytrain.accelerator import gpu_module, on_gpu
 from raytrain.errors import RunError
+from raytrain.plan.batch import halved
 from raytrain.train.memory.device import StepDropped
 from raytrain.train.placing import may_change
 
@@ -89,11 +90,6 @@ class MicroBatchSize:
 
     def _wait_for(self, size: int) -> int:
         return (self._grow_after or 0) * 2 ** max(0, self._failures.get(size, 0) - 1)
-
-
-def halved(size: int) -> int:
-    """Half a micro-batch, rounded up, so that twice as many of them cover a global batch."""
-    return (size + 1) // 2
 
 
 class ShortageRetry:
