@@ -86,6 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     with (tests / "durations.csv").open() as file:
         seconds = {tests / row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
     items.sort(key=lambda item: (seconds.get(item.path, 0.0) >= 60, -seconds.get(item.path, 0.0)))
+    longest = float(config.getini("faulthandler_timeout"))  # ends the whole process, so a test's own limit comes before
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        if limit is not None and limit.args[0] >= longest:
+            raise pytest.UsageError(f"{item.nodeid}: timeout {limit.args[0]}, expected below {longest:g}")
     given = [str(argument).partition("::")[0] for argument in config.invocation_params.args]
     named = any(Path(config.invocation_params.dir, one).exists() for one in given)
     if config.option.all or (named and not config.option.rest):

@@ -29,7 +29,7 @@ from jobs.bench.harness.sessions import (
     job_of,
     perceptron_model,
     saved_for_backward,
-)  # fmt: skip
+)
 from raytrain.train.memory.device import memory_in_use
 
 MAX_STEPS = 100_000
